@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from yuan_train.cli.launch import nodes_of, torchrun_lines
 from yuan_train.cli.main import main
+from yuan_train.cli.plan_nodes import nodes_of, torchrun_lines
 from yuan_train.config.dump import dump
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig

@@ -6,16 +6,13 @@
 # again, it resumes from the newest complete checkpoint (checkpoint.resume: auto). Where:
 #
 #   --local            every node of the plan on this machine (the default)
-#   --hostfile FILE    over ssh: one line per node of the plan, in its order: HOST, or HOST NODE
+#   --hostfile FILE    over ssh, as `yuan-train launch --hostfile` (docs/launch.md)
 #   --slurm            writes runs/NAME/job.sbatch, a heterogeneous job with a component per kind of node, and
 #                      submits it; --sbatch "--partition=x --time=24:00:00" adds options to every component
 #
 # --from CKPT starts from an imported checkpoint while the run has none of its own; --data PREFIX and
 # --tokenizer DIR name the corpus; --epochs N computes train.steps from its size. --dry-run prints the commands
 # and runs none. Needs yuan-train on the path of every node, at the same path as here.
-
-# How long the ranks of other nodes may take to end by themselves once those of one have failed.
-grace_seconds=${YUAN_GRACE_SECONDS:-10}
 
 usage() {
     sed -n '3,/^$/s/^# \{0,1\}//p' "$(dirname "${BASH_SOURCE[0]}")/common.sh" | sed '/^[^ ]* *()/d'
@@ -38,7 +35,7 @@ step() {
 main() {
     cd "$(dirname "${BASH_SOURCE[0]}")/../.."
     cluster="" plan="" where=local hostfile="" dry_run=no from="" data="" tokenizer="" epochs="" sbatch_options=""
-    port=${YUAN_PORT:-29500} keys=()
+    keys=()
     while [ "$#" -gt 0 ]; do
         case $1 in
             --cluster | --plan | --hostfile | --from | --data | --tokenizer | --epochs | --sbatch)
@@ -73,7 +70,7 @@ main() {
     fi
     case $where in
         local) step yuan-train launch --config "$config" --plan "$plan" --this-node all "${all_keys[@]}" ;;
-        hostfile) launch_over_ssh ;;
+        hostfile) step yuan-train launch --config "$config" --plan "$plan" --hostfile "$hostfile" "${all_keys[@]}" ;;
         slurm) submit ;;
     esac
 }
@@ -87,7 +84,7 @@ gather_keys() {
     if [ -n "$epochs" ]; then
         [ -n "$data" ] || die "--epochs: needs --data PREFIX to count its tokens"
         local steps
-        steps=$(python tools/launch/nodes.py steps "$config" "$data" "$epochs" \
+        steps=$(python tools/launch/steps.py "$config" "$data" "$epochs" \
             ${overrides[@]+"${overrides[@]}"} ${keys[@]+"${keys[@]}"}) || exit 2
         all_keys+=("train.steps=$steps" "optimizer.decay_steps=$steps")
     fi
@@ -104,46 +101,10 @@ make_plan() {
     step yuan-train plan --cluster "$cluster" --config "$config" --out "$plan" "${all_keys[@]}"
 }
 
-# One ssh per node. If the ranks of a node fail, the others notice, say so, and end; who does not is killed.
-launch_over_ssh() {
-    local node_hosts host node first="" index=0 remote pids=() hosts=() failed="" deadline
-    [ -r "$hostfile" ] || die "$hostfile: cannot be read; wanted one line per node: HOST, or HOST NODE"
-    node_hosts=$(python tools/launch/nodes.py hosts "$plan" "$hostfile") || exit 2
-    while read -r host node; do
-        first=${first:-$host}
-        remote=$(printf '%q ' cd "$PWD")
-        remote+="&& $(printf '%q ' yuan-train launch --config "$config" --plan "$plan" --this-node "$node" \
-            --rendezvous "$first:$port" "${all_keys[@]}")"
-        printf '+ ssh %q %q\n' "$host" "$remote"
-        hosts[index]=$host
-        if [ "$dry_run" = no ]; then
-            # -tt: the ranks end when ssh does. /dev/null, or ssh would consume the list of nodes.
-            ssh -tt -o BatchMode=yes "$host" "$remote" </dev/null &
-            pids[index]=$!
-        fi
-        index=$((index + 1))
-    done <<<"$node_hosts"
-    if [ "$dry_run" = yes ]; then return 0; fi
-    trap 'kill "${pids[@]}" 2>/dev/null || true' INT TERM EXIT
-    while [ "${#pids[@]}" -gt 0 ]; do
-        for index in "${!pids[@]}"; do
-            if kill -0 "${pids[index]}" 2>/dev/null; then continue; fi
-            if ! wait "${pids[index]}" && [ -z "$failed" ]; then
-                failed=${hosts[index]} deadline=$((SECONDS + grace_seconds))
-            fi
-            unset "pids[index]"
-        done
-        if [ -n "$failed" ] && [ "$SECONDS" -ge "$deadline" ]; then break; fi
-        sleep 0.2
-    done
-    if [ -n "$failed" ]; then die "the ranks on $failed failed; see above"; fi
-    trap - EXIT
-}
-
 submit() {
     local job=runs/$name/job.sbatch text
-    text=$(python tools/launch/nodes.py slurm "$plan" --name "$name" --options="$sbatch_options" --port "$port" \
-        -- yuan-train launch --config "$config" --plan "$plan" "${all_keys[@]}") || exit 2
+    text=$(yuan-train launch --slurm --print --sbatch="$sbatch_options" --config "$config" --plan "$plan" \
+        "${all_keys[@]}") || exit 2
     if [ "$dry_run" = yes ]; then
         printf '+ sbatch %q    # which would hold:\n%s\n' "$job" "$text"
         return 0

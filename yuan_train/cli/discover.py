@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,13 +13,13 @@ from typing import Any
 
 from yuan_train.cli.doctor_nodes import ask_nodes, differences
 from yuan_train.config.errors import ConfigError
+from yuan_train.machine.hosts import SRUN, parse_hosts, slurm_parts
 from yuan_train.machine.node_text import describe
 
 Facts = dict[str, Any]
 
 HIDDEN = 2048
 """Length of the rows with which the doctor tests its ops; nothing of that is used here."""
-SRUN = "srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1"
 HEAD = """\
 # Written by `yuan-train discover`. Cards, memory and rates of ports are as the machines tell them; rates of
 # links are what such links usually give. What `yuan-train profile` measures takes the place of figures here.
@@ -71,14 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace) -> dict[str, Facts | str]:
     """What the doctor finds on each machine, by the name that its node gets."""
     if arguments.hosts is not None:
-        hosts = list(dict.fromkeys(name.strip() for name in arguments.hosts.split(",") if name.strip()))
-        if not hosts:
-            raise ConfigError(f"--hosts {arguments.hosts!r}: wanted names of machines, such as a,b,c")
-        found = ask_nodes(hosts, arguments.ssh, hidden=HIDDEN)
-        names = [host.rpartition("@")[2] for host in hosts]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"--hosts {arguments.hosts}: names a machine twice; wanted each once")
-        return dict(zip(names, found.values(), strict=True))
+        hosts = parse_hosts(arguments.hosts, arguments.ssh)
+        found = ask_nodes([host.name for host in hosts], arguments.ssh, hidden=HIDDEN)
+        return dict(zip([host.address for host in hosts], found.values(), strict=True))
     if "SLURM_JOB_ID" in os.environ:
         return _ask_slurm()
     from yuan_train.cli.doctor import examine
@@ -88,19 +84,9 @@ def _ask(arguments: argparse.Namespace) -> dict[str, Facts | str]:
 
 def _ask_slurm() -> dict[str, Facts | str]:
     """The machines of the job; of a heterogeneous one, those of each of its components in turn."""
-    from yuan_train.machine.tools import run_tool
-
     found: dict[str, Facts | str] = {}
-    parts = int(os.environ.get("SLURM_HET_SIZE", "0"))
-    for part in range(parts) if parts else (None,):
-        name = "SLURM_JOB_NODELIST" + ("" if part is None else f"_HET_GROUP_{part}")
-        text, fault = run_tool("scontrol", "show", "hostnames", os.environ.get(name, ""))
-        if fault is not None or not text.split():
-            raise ConfigError(
-                f"{name}: the job's machines are not known: {fault or 'it is empty'}; use --hosts"
-            )
-        group = "" if part is None else f" --het-group={part}"
-        found |= ask_nodes(text.split(), f"{SRUN}{group} -w", hidden=HIDDEN)
+    for group, names in slurm_parts():
+        found |= ask_nodes(names, shlex.join([*SRUN, "--cpus-per-task=1", *group, "-w"]), hidden=HIDDEN)
     return found
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from yuan_train import __version__
 from yuan_train.cli.doctor_host import cpu_flops, disk_facts, disk_line, host_facts, host_line
 from yuan_train.cli.doctor_nodes import ask_nodes, node_lines, obstacles
-from yuan_train.cli.launch import nodes_of
+from yuan_train.cli.plan_nodes import nodes_of
 from yuan_train.cli.preflight import check, see_host, summary, words
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import INSTALL, TESTED

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from yuan_train.machine.hosts import ssh_words
+from yuan_train.machine.reach import ask_json
 
 Facts = dict[str, Any]
 
@@ -32,39 +33,13 @@ def ask_nodes(nodes: Sequence[str], ssh: str, *, hidden: int) -> dict[str, Facts
     """
     words = [sys.executable, "-m", "yuan_train", "doctor", "--json", "--hidden-size", str(hidden)]
     with ThreadPoolExecutor(len(nodes)) as pool:
-        found = pool.map(lambda node: _ask([*shlex.split(ssh), node, *map(shlex.quote, words)]), nodes)
+        found = pool.map(lambda node: _ask([*ssh_words(ssh), node, *map(shlex.quote, words)]), nodes)
         return dict(zip(nodes, found, strict=True))
 
 
 def _ask(command: Sequence[str]) -> Facts | str:
-    try:
-        ran = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-    except OSError as error:
-        return str(error)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {TIMEOUT_SECONDS:g} s"
-    # A login may print its greeting before.
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    if ran.returncode == 0 and lines:
-        return _read(lines[-1])
-    said = [line.strip() for line in (ran.stderr or ran.stdout).splitlines() if line.strip()]
-    return f"{said[-1] if said else 'it said nothing'} (exit code {ran.returncode})"
-
-
-def _read(line: str) -> Facts | str:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return f"its answer is not JSON: {line[:200]}"
-    if "summary" not in found:
+    found = ask_json(command, TIMEOUT_SECONDS)
+    if not isinstance(found, str) and "summary" not in found:
         return f"its yuan-train is another release ({found.get('versions', {}).get('yuan-train')})"
     return found
 

@@ -1,4 +1,7 @@
-"""yuan-train launch --config F --plan F: starts this machine's ranks, or prints torchrun commands."""
+"""yuan-train launch --config F --plan F: starts this machine's ranks, or prints torchrun commands.
+
+`launch_hosts.py` starts this on several machines.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import ctypes
 import logging
 import math
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -19,18 +21,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from yuan_train.cli.host_options import add_host_options, names_hosts
+from yuan_train.cli.launch_hosts import launch_on
+from yuan_train.cli.plan_nodes import (
+    DEFAULT_PORT,
+    Node,
+    named_nodes,
+    nodes_of,
+    parse_address,
+    torchrun_lines,
+)
 from yuan_train.config.environment import (
     LINKED,
     count_cores,
     has_told,
     is_host_name,
     is_job_here,
+    network_defaults,
     rank_defaults,
     unknown_host,
 )
-from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver, PlanError
+from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver
 from yuan_train.config.express import check_engine, express
-from yuan_train.config.plan import Plan, RankPlan
+from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
 from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
@@ -47,7 +60,6 @@ STOPPED_SECONDS = 2.0
 TERMINAL_SECONDS = 1.0
 """In which a rank that a terminal's Ctrl-C has reached takes no notice of a second one any more."""
 
-DEFAULT_PORT = 29500
 _SIGNALS = tuple(-number for number in signal.valid_signals())
 """Exit codes of a process that a signal has ended."""
 _OWN_CODES = (0, 1, 2, 3, INTERRUPTED)
@@ -62,7 +74,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "launch",
         help="start this machine's ranks of a plan",
         description="Starts one process for each rank that the plan has on this machine, and exits when they "
-        "do. If all cards are simulated (have a slowdown), all ranks run here.",
+        "do. If all cards are simulated (have a slowdown), all ranks run here. With --hosts, --hostfile or "
+        "--slurm it starts all nodes of the plan from this machine.",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="the run file")
     parser.add_argument("--plan", required=True, metavar="FILE", help="the plan")
@@ -70,6 +83,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--engine", choices=("yuan", "megatron"), help="who trains, whatever `engine` the run file names"
     )
     add_node_options(parser)
+    add_host_options(parser)
+    parser.add_argument(
+        "--sbatch",
+        metavar="OPTIONS",
+        help="with --slurm --print: options for each component, --sbatch=--time=1:00",
+    )
     parser.add_argument("--meet-at", dest="rendezvous", action=_EarlierName, help=argparse.SUPPRESS)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
@@ -96,20 +115,14 @@ class _EarlierName(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-@dataclass(frozen=True)
-class Node:
-    """A machine, and the ranks that the plan has on it."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
     plan, name, speaker, train = _read_plan(arguments, overrides)
     command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
     spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
+    if names_hosts(arguments):
+        return launch_on(plan, named_nodes(plan), arguments, spare=spare)
     return start_or_print(
         arguments,
         plan,
@@ -135,7 +148,7 @@ def start_or_print(
 
     `device` as `train.device`, the others as `start_ranks`. Returns the exit code. Raises YuanError.
     """
-    nodes = nodes_of(plan)
+    nodes = nodes_of(plan) if arguments.this_node in (None, "all") else named_nodes(plan)
     if arguments.print:
         _note_unknown_hosts(nodes, arguments.rendezvous)
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
@@ -199,24 +212,6 @@ def _read_plan(
     return plan, "train", speaker, config.train
 
 
-def nodes_of(plan: Plan | RlPlan) -> list[Node]:
-    """The machines of a plan, in the order of ranks; one node `all` if all cards are simulated.
-
-    Raises PlanError if the ranks of a node are not consecutive, which those of several roles need not be.
-    """
-    plans = plan.plans.values() if isinstance(plan, RlPlan) else (plan,)
-    types = [own.device_type(entry.rank) for own in plans for entry in own.ranks]
-    if all(device is not None and device.slowdown is not None for device in types):
-        return [Node("all", tuple(range(plan.world_size)))]
-    nodes: dict[str, list[int]] = {}
-    for entry in plan.ranks:
-        nodes.setdefault(_node_name(entry), []).append(entry.rank)
-    for name, ranks in nodes.items():
-        if not isinstance(plan, RlPlan) and not _follow_each_other(ranks):
-            raise PlanError(f"ranks: node {name} has ranks {ranks}; ranks must be numbered node by node")
-    return [Node(name, tuple(ranks)) for name, ranks in nodes.items()]
-
-
 def check_driver(plan: Plan | RlPlan, ranks: Sequence[int]) -> None:
     """Raise NoDriver where none of these ranks could find its card here: the machine has no driver of any.
 
@@ -250,35 +245,6 @@ def has_driver() -> bool:
     return True
 
 
-def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous: str | None) -> list[str]:
-    """The torchrun command for each node; nodes may have different numbers of cards.
-
-    `rendezvous` is HOST[:PORT]; None: the first node, or the loopback with one node. Raises PlanError if the
-    ranks of a node are not consecutive, as torchrun numbers them.
-    """
-    for node in nodes:
-        if not _follow_each_other(node.ranks):
-            raise PlanError(
-                f"torchrun numbers the ranks of a node one after the other, but node {node.name} has "
-                f"{list(node.ranks)}: its roles' cards are apart; run this on each node without --print"
-            )
-    host, port = _parse_address(rendezvous or ("127.0.0.1" if len(nodes) == 1 else nodes[0].name))
-    return [
-        f"torchrun --nnodes={len(nodes)} --node-rank={i} --nproc-per-node={len(node.ranks)} "
-        f"--master-addr={host} --master-port={port or DEFAULT_PORT} -m yuan_train {shlex.join(command)}"
-        + ("" if len(nodes) == 1 else f"    # on {node.name}")
-        for i, node in enumerate(nodes)
-    ]
-
-
-def _follow_each_other(ranks: Sequence[int]) -> bool:
-    return list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
-
-
-def _node_name(entry: RankPlan) -> str:
-    return entry.device.rpartition("/")[0] or entry.device
-
-
 def _this_node(nodes: list[Node], wanted: str | None) -> Node:
     """The node of this machine: by the option --this-node, else the only one, else by host name."""
     if wanted == "all":
@@ -296,7 +262,7 @@ def _this_node(nodes: list[Node], wanted: str | None) -> Node:
 def _rendezvous_address(nodes: list[Node], node: Node, rendezvous: str | None) -> tuple[str, int]:
     """Host and port of the rendezvous: as given, else on this machine, else on the first node."""
     if rendezvous is not None:
-        host, port = _parse_address(rendezvous)
+        host, port = parse_address(rendezvous)
         return host, port or DEFAULT_PORT
     if len(nodes) == 1 or node.name == "all":
         return "127.0.0.1", free_port()
@@ -305,7 +271,7 @@ def _rendezvous_address(nodes: list[Node], node: Node, rendezvous: str | None) -
 
 def _note_unknown_hosts(nodes: Sequence[Node], rendezvous: str | None) -> None:
     """Say whether the lines that are printed name a meeting point that this machine does not know."""
-    host, _ = _parse_address(rendezvous or nodes[0].name)
+    host, _ = parse_address(rendezvous or nodes[0].name)
     if (rendezvous or len(nodes) > 1) and not is_host_name(host):
         logger.warning(
             "note: %r is no host name on this machine; it must be one on every node of the plan, or give the "
@@ -313,14 +279,6 @@ def _note_unknown_hosts(nodes: Sequence[Node], rendezvous: str | None) -> None:
             host,
             nodes[0].name,
         )
-
-
-def _parse_address(address: str) -> tuple[str, int | None]:
-    """Host and, if it is given, port of HOST[:PORT]. Raises ConfigError."""
-    host, colon, port = address.partition(":")
-    if colon and not port.isdigit():
-        raise ConfigError(f"--rendezvous: wanted HOST:PORT, got {address!r}")
-    return host, int(port) if colon else None
 
 
 def free_port() -> int:
@@ -397,6 +355,7 @@ def _environment(
     return {
         **os.environ,
         **rank_defaults(os.environ, local_ranks=len(node.ranks), num_cores=count_cores()),
+        **(network_defaults(os.environ, host) if len(node.ranks) < world_size else {}),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(world_size),

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from yuan_train.cli.launch import Node, free_port, start_ranks
+from yuan_train.cli.launch import free_port, start_ranks
+from yuan_train.cli.plan_nodes import Node
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.dump import as_plain, write_text

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +18,9 @@ OWN_THREADS = "YUAN_THREADS"
 """For users of torchrun who want one thread per rank: an OMP_NUM_THREADS of 1 is taken for torchrun's own."""
 LINKED = "YUAN_LINKED_DIRECTORY"
 """Where a rank of generation tells the launcher that its links stand: from then on others notice its loss."""
+
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of a network interface."""
 
 CUDA_DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
     # Loading a kernel at its first use waits for all that the card does, reductions of gradients among it.
@@ -97,6 +103,65 @@ def unknown_host(name: str) -> str:
         f"{name!r} is no host name here, so the ranks cannot meet there; give the address of the plan's "
         "first node on every node: --rendezvous HOST[:PORT] (of torchrun: --master-addr)"
     )
+
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def network_defaults(given: Mapping[str, str], meeting_point: str) -> dict[str, str]:
+    """The variable that names gloo's network interface, where gloo would take one that others do not reach.
+
+    By itself it takes the address of the machine's own name, which may be the loopback (Debian's 127.0.1.1),
+    unknown, or another machine's. Then it is the interface through which the meeting point is reached.
+    """
+    if INTERFACE in given or _has_good_name():
+        return {}
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(meeting_point, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # which sends nothing
+            own = probe.getsockname()[0]
+    except (OSError, UnicodeError):
+        return {}
+    name = _interface_of(own)
+    return {INTERFACE: name} if name is not None and name != "lo" else {}
+
+
+def _has_good_name() -> bool:
+    """Whether the machine's own name is an address of this machine that others may reach."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
+        with socket.socket(kind, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0))
+    except (OSError, UnicodeError):
+        return False
+    return not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+
+
+def _interface_of(address: str) -> str | None:
+    """The name of the network interface that has an address (Linux); None if it is not found."""
+    if ":" in address:
+        return _interface_of_six(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:
+                # It has no address.
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _interface_of_six(address: str) -> str | None:
+    table = Path("/proc/net/if_inet6")
+    wanted = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
+    for line in table.read_text(encoding="ascii").splitlines() if table.exists() else ():
+        words = line.split()
+        if words[0] == wanted:
+            return words[-1]
+    return None
 
 
 def tell_launcher(rank: int) -> None:
