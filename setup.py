@@ -82,6 +82,8 @@ setup(
             "httpx",
             # Has wheels for Linux alone; elsewhere the tests of the second engine are skipped.
             "megatron-core>=0.16,<0.17; sys_platform == 'linux'",
+            # A C compiler, for the test of machines that have none of their own.
+            "ziglang",
             # Only Linux on x86-64 and arm64 has wheels; elsewhere the tests of these kernels are skipped.
             "triton; sys_platform == 'linux'",
         ],

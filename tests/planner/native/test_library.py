@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
+import random
+import runpy
 import shutil
 import subprocess
 import sys
@@ -10,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.planner.native.test_price import random_problem
 from yuan_train.config.errors import ConfigError
-from yuan_train.planner.native import library
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.native import evaluator, library, pipelines
+from yuan_train.planner.search.search import search_plan
 
+ROOT = Path(__file__).parents[3]
 RANDOM_PLANS = """
 import ctypes, random, sys
 from tests.planner.native import test_price, test_prove
@@ -62,7 +70,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         text=True,
         env=environment,
         timeout=240,
-        cwd=Path(__file__).parents[3],
+        cwd=ROOT,
     )
     assert ran.returncode == 0 and ran.stdout.strip() == "done", ran.stderr[-3000:]
 
@@ -77,6 +85,42 @@ def test_without_a_compiler_it_is_said_what_to_install(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="no compiler.*apt-get install gcc; anywhere: pip install ziglang"):
         library.load_library.__wrapped__()
+
+
+@pytest.mark.slow
+def test_where_there_is_no_compiler_the_package_ziglang_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build step of an installation, on a PATH that holds nothing; the core then finds the same plan."""
+    pytest.importorskip("ziglang")
+    pytest.importorskip("setuptools", minversion="77")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(tmp_path), "--build-temp"]
+    ran = subprocess.run(
+        [*command, str(tmp_path / "temp")], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    (built,) = tmp_path.glob("yuan_train/planner/native/core-*.so")
+    assert built.name == library.library_name()
+    problem, search = random_problem(random.Random(3)), SearchConfig(effort="quick", time_limit=600.0)
+    own = search_plan(problem, search, micro_batch_size=1, thorough=False).best.plan
+    for module in (evaluator, pipelines):
+        monkeypatch.setattr(module, "load_library", lambda: ctypes.CDLL(str(built)))
+    assert search_plan(problem, search, micro_batch_size=1, thorough=False).best.plan == own
+
+
+def test_an_installation_asks_for_ziglang_only_where_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # as in the environment of a build
+    backend = runpy.run_path(str(ROOT / "tools/packaging/build_backend.py"))
+    monkeypatch.setenv("CC", sys.executable)
+    assert backend["_compiler"]() == []
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert backend["_compiler"]() == [backend["COMPILER"]]
 
 
 def test_a_changed_source_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

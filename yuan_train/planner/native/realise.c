@@ -162,6 +162,11 @@ int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
         best = kind;
         count = own;
     }
+    if (!best && stage->layers && !(search->space->recomputes & 1)) {
+        /* It fits under no kind that may be, though it may without recompute, which needs less at a depth of one. */
+        best = search->space->recomputes >> 2 & 1 ? 2 : 1;
+        count = stage->layers;
+    }
     stage->recompute = (int16_t)best;
     stage->num_recomputed = (int16_t)count;
     if (stage->offload > 0.0) {

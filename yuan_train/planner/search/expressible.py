@@ -16,14 +16,29 @@ MOST_LEFT_OUT = 4
 
 
 def is_wanted(plan: Plan, options: Options) -> bool:
-    """Whether a plan violates no constraint, no weights are stepped by unlike owners unless nothing else is
-    asked for or cards share experts, and the engine that the options name can run it."""
-    if next(validate_plan(plan), None) is not None:
+    """Whether a plan keeps the search keys and violates no constraint, no weights are stepped by unlike owners
+    unless nothing else is asked for or cards share experts, and the engine that the options name can run it."""
+    if not _keeps_keys(plan, options) or next(validate_plan(plan), None) is not None:
         return False
     spared = _has_pages(plan) or divides_experts(plan)
     if True in options.sharded and not spared and unlike_owners(plan) is not None:
         return False
     return not options.expressible or is_expressible(plan)
+
+
+def _keeps_keys(plan: Plan, options: Options) -> bool:
+    """Whether a plan has only what the search keys allow; hosts, disks and idle cards are not asked for."""
+    counts, stages = options.num_micro_batches, [stage for p in plan.pipelines for stage in p.stages]
+    widths = {len(replica) for stage in stages for replica in stage.replicas}
+    return (
+        (divides_experts(plan) or widths <= set(options.tensor))
+        and (options.any_replicas or {len(stage.replicas) for stage in stages} <= set(options.replicas))
+        and {stage.recompute for stage in stages if stage.num_blocks} <= set(options.recompute)
+        and plan.schedule in options.all_schedules
+        and (options.pipelines is None or len(plan.pipelines) in options.pipelines)
+        and {p.micro_batch_size for p in plan.pipelines} <= set(options.all_sizes)
+        and (counts is None or {p.num_micro_batches for p in plan.pipelines} <= set(counts))
+    )
 
 
 def _has_pages(plan: Plan) -> bool:
