@@ -16,8 +16,9 @@ MOST_LEFT_OUT = 4
 
 
 def is_wanted(plan: Plan, options: Options) -> bool:
-    """Whether a plan keeps the search keys and violates no constraint, no weights are stepped by unlike owners
-    unless nothing else is asked for or cards share experts, and the engine that the options name can run it."""
+    """Whether a plan keeps the search keys and violates no constraint, no weights are stepped by unlike
+    owners unless nothing else is asked for or cards share experts, and the engine that the options name can
+    run it."""
     if not _keeps_keys(plan, options) or next(validate_plan(plan), None) is not None:
         return False
     spared = _has_pages(plan) or divides_experts(plan)

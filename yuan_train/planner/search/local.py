@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.expert_costs import divides_alike
@@ -51,15 +52,26 @@ def descend(
         if key in tried or not divides_alike(moved):
             continue
         tried.add(key)
-        moved = _fitted(costs, moved, options.recompute)
-        if moved is None or not is_wanted(moved, options):
+        priced = _priced(costs, moved, options)
+        if priced is None:
             continue
-        other = cost_plan(costs, moved)
+        moved, other = priced
         work -= sum(len(p.stages) * (STAGE_WORK + p.num_micro_batches) for p in moved.pipelines)
         if other.fits and other.step_seconds < cost.step_seconds * (1.0 - LEAST_GAIN):
             plan, cost = moved, other
             around, since = list(moves(plan)), 0
     return plan, cost
+
+
+def _priced(costs: Costs, plan: Plan, options: Options) -> tuple[Plan, PlanCost] | None:
+    """The plan with the recompute that it needs, and its cost; None if there is no such plan."""
+    try:
+        fitted = _fitted(costs, plan, options.recompute)
+        if fitted is not None and is_wanted(fitted, options):
+            return fitted, cost_plan(costs, fitted)
+    except PlanError:  # such as too few resident parts at other depths
+        pass
+    return None
 
 
 def improve_candidate(
