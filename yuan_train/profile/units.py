@@ -448,9 +448,17 @@ def make_entry(case: ProfileCase, passes: Sequence[MeasuredCase]) -> ProfileEntr
     )
 
 
+LEAST_OWN_FRACTION = 0.1
+"""Of a layer's mean seconds in a row, what is its own at the least. A single layer that takes as long as the
+whole row has met other load on the machine; without this, layers would take no time at all."""
+
+
 def _start_seconds(single: float, mean: float, count: int) -> float:
     """What a stage takes besides its layers, from the seconds of a single one and the mean of several."""
-    return max(single - mean, 0.0) * count / (count - 1) if count > 1 else 0.0
+    if count == 1:
+        return 0.0
+    found = max(single - mean, 0.0) * count / (count - 1)
+    return min(found, (1.0 - LEAST_OWN_FRACTION) * count * mean)
 
 
 def _without_start(unit: UnitProfile, start: StageStart, count: int) -> UnitProfile:

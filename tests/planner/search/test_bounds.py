@@ -12,9 +12,12 @@ from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
+from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.shapes import Shape, make_plan
+from yuan_train.planner.search.bounds import lower_bound
+from yuan_train.planner.search.shapes import Shape, make_plan, read_options
 
 SMALL = replace(MODEL, num_layers=3)
 
@@ -150,3 +153,25 @@ def test_no_cut_of_two_equal_pipelines_is_faster(bandwidth, layers, sharded):
     assert not result.exact if bandwidth == 1e8 else result.best.step_seconds < lowest or result.exact
     assert result.best.step_seconds <= lowest * (1 + 1e-9)
     assert result.lower_bound_seconds <= lowest * (1 + 1e-9)
+
+
+def test_units_that_take_no_time_have_a_bound():
+    """A clock may be too coarse for them under one recompute; the search for the bound ends all the same."""
+
+    def entry(recompute: Recompute, seconds: float) -> ProfileEntry:
+        unit = UnitProfile(
+            forward_seconds=seconds,
+            backward_seconds=seconds,
+            state_bytes=1e3,
+            activation_bytes=1e3,
+            output_bytes=1e3,
+        )
+        return ProfileEntry(
+            device_type="Fast", recompute=recompute, embedding=unit, layers=(unit,), head=unit
+        )
+
+    profile = Profile(sequence_length=256, entries=(entry("none", 1e-3), entry("full", 0.0)))
+    given_problem = problem(cluster(Fast=(1, card())), model=SMALL, profile=profile)
+    search = SearchConfig(recompute=("none", "full"), tensor=(1,), micro_batch_size=(1,))
+    options = read_options(search, micro_batch_size=1, model=SMALL)
+    assert lower_bound(make_costs(given_problem), given_problem.cluster.cards, options).seconds == 0.0

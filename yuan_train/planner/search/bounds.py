@@ -61,7 +61,7 @@ def lower_bound(costs: Costs, cards: Sequence[Card], options: Options) -> Bound:
     batch = costs.problem.global_batch_size
 
     def needs_more(seconds: float) -> bool:
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             shares = [
                 weight * np.where(wait < seconds, rows / np.maximum(seconds - wait, 0.0), np.inf).min(axis=0)
                 for weight, rows, wait in zip(weights, work, waits, strict=True)
@@ -73,6 +73,9 @@ def lower_bound(costs: Costs, cards: Sequence[Card], options: Options) -> Bound:
     low = batch * float(
         np.min([w * rows.min(axis=0) for w, rows in zip(weights, work, strict=True)], 0).sum()
     )
+    if low == 0.0:
+        # Each unit takes no time on some card or in some way (a profile of clocks too coarse for it).
+        return Bound(seconds=chain, schedules=schedules, sizes=sizes)
     high = low
     while needs_more(high):
         low, high = high, 2.0 * high
