@@ -25,10 +25,6 @@ from typing import Any
 import torch.multiprocessing as mp
 
 TIMEOUT_SECONDS = 600
-PRELOADED = ["tests.support.ranks", "yuan_train.cli.main", "torch._dynamo", "pydantic", "pytest"]
-"""What the server imports. torch's optimizers import torch._dynamo, the config loader pydantic."""
-
-
 FIRST_PORT, PORTS_PER_WORKER = 12_000, 2_000
 """Below the ports that the system gives to connections: one of those could take a port before it is used."""
 _ports = itertools.count()
@@ -74,7 +70,7 @@ def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
 def start_server() -> ForkServerContext:
     """The context whose processes are forked from the server, which is started if it does not run yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(["tests.support.preload"])
     # The server finds modules through the environment alone; a rank gets this process's whole path.
     given = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

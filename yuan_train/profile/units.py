@@ -429,11 +429,8 @@ def make_entry(case: ProfileCase, passes: Sequence[MeasuredCase]) -> ProfileEntr
     """
     entries = [measured.entry for measured in passes]
     bare = [entry.bare_layer for entry in entries if entry.bare_layer is not None]
-    count = num_layers_in_a_row(case)
-    row = _mean([entry.layers[0] for entry in entries])
-    single = [
-        statistics.fmean(seconds) for seconds in zip(*(one.single_layer for one in passes), strict=True)
-    ]
+    count, row = num_layers_in_a_row(case), _mean([entry.layers[0] for entry in entries])
+    single = list(map(statistics.fmean, zip(*(one.single_layer for one in passes), strict=True)))
     start = StageStart(
         forward_seconds=_start_seconds(single[0], row.forward_seconds, count),
         backward_seconds=_start_seconds(single[1], row.backward_seconds, count),
@@ -448,17 +445,11 @@ def make_entry(case: ProfileCase, passes: Sequence[MeasuredCase]) -> ProfileEntr
     )
 
 
-LEAST_OWN_FRACTION = 0.1
-"""Of a layer's mean seconds in a row, what is its own at the least. A single layer that takes as long as the
-whole row has met other load on the machine; without this, layers would take no time at all."""
-
-
 def _start_seconds(single: float, mean: float, count: int) -> float:
-    """What a stage takes besides its layers, from the seconds of a single one and the mean of several."""
-    if count == 1:
-        return 0.0
-    found = max(single - mean, 0.0) * count / (count - 1)
-    return min(found, (1.0 - LEAST_OWN_FRACTION) * count * mean)
+    """What a stage takes besides its layers, from the seconds of a single one and the mean of several. Beside
+    other load a single one may take longer than all: a layer keeps a tenth of its mean."""
+    found = max(single - mean, 0.0) * count / (count - 1) if count > 1 else 0.0
+    return min(found, 0.9 * count * mean)
 
 
 def _without_start(unit: UnitProfile, start: StageStart, count: int) -> UnitProfile:

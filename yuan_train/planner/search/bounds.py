@@ -73,11 +73,9 @@ def lower_bound(costs: Costs, cards: Sequence[Card], options: Options) -> Bound:
     low = batch * float(
         np.min([w * rows.min(axis=0) for w, rows in zip(weights, work, strict=True)], 0).sum()
     )
-    if low == 0.0:
-        # Each unit takes no time on some card or in some way (a profile of clocks too coarse for it).
-        return Bound(seconds=chain, schedules=schedules, sizes=sizes)
     high = low
-    while needs_more(high):
+    # 0 if each unit takes no time on some card or in some way: a profile's clock was too coarse.
+    while low > 0.0 and needs_more(high):
         low, high = high, 2.0 * high
     while high > low * (1.0 + PRECISION):
         middle = math.sqrt(low * high)
