@@ -29,7 +29,7 @@ ALL = ("validation.every=5",)
 STEPS = 5
 FEW = (*ALL, f"train.steps={STEPS}", "optimizer.decay_steps=20")
 """The first steps of the run of 20."""
-LONG = ("1-4-1", "two pipelines")
+LONG = ("two pipelines",)
 """The partitions that take all 20 steps in fp32."""
 
 
@@ -50,14 +50,11 @@ def test_every_partition_gives_the_curve_of_one_process(
 ) -> None:
     kind = (f"train.precision={precision}",)
     run = run_config(run_file, *kind)
+    # fp32 for a whole run; what a cut may get wrong shows in fp64.
+    long = LONG if precision == "fp32" else ()
     cases = [
-        Case(
-            run_file,
-            tmp_path / name,
-            make_plan(run, cuts),
-            (*kind, *(ALL if precision == "fp32" and name in LONG else FEW)),
-        )
-        for name, cuts in CUTS.items()
+        Case(run_file, tmp_path / name, make_plan(run, CUTS[name]), (*kind, *(ALL if long else FEW)))
+        for name in long or CUTS
     ]
     if precision == "fp64":
         alone = run_alone(Case(run_file, tmp_path / "alone", None, (*kind, *FEW)))
@@ -71,8 +68,7 @@ def test_every_partition_gives_the_curve_of_one_process(
             reference[-1]["validation_loss"], rel=TOLERANCE[precision]
         )
     if precision == "fp32":
-        lengths = {case.folder.name: len(read_metrics(case.folder)) for case in cases}
-        assert lengths == {name: 20 if name in LONG else STEPS for name in CUTS}
+        assert len(alone) == 20
         assert alone[-1]["loss"] < alone[0]["loss"] - 0.5
 
 

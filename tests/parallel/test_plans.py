@@ -43,7 +43,6 @@ PLANS: dict[str, dict] = {
     },
     "zero bubble": {"text": "1x8: 3@0 | 2@1 | 1@2", "schedule": "zero_bubble"},
     "zero bubble in a V": {"text": "1x8: 1@0 | 2@1 | 2@1 | 1@0", "schedule": "zero_bubble"},
-    "zero bubble in a wide V": {"text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1", "schedule": "zero_bubble"},
     "two zero-bubble pipelines in Vs": {
         "text": "1x5: 1@0 | 2@1 | 2@1 | 1@0 / 1x3: 2@2 | 1@3 | 1@3 | 2@2",
         "schedule": "zero_bubble",
@@ -101,16 +100,9 @@ PLANS: dict[str, dict] = {
         "text": "1x8: 1@0,1 selective | 2@2 full:1 | 2@2 selective:1 | 1@0,1",
         "schedule": "zero_bubble",
     },
-    "recomputed, zero bubble": {
-        "text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1",
-        "schedule": "zero_bubble",
-        "recompute": "full",
-    },
 }
 FP32_TOO = (
     "wide, narrow, wide",
-    "two wide replicas",
-    "mixed pipelines",
     "interleaved, uneven",
     "sharded state of different widths",
 )
@@ -202,18 +194,12 @@ CONTROLS = {
     "half layers beside whole ones": "sharded_grad_reduce",
     "narrow to wide": "tensor_broadcast",
     "one, then two replicas": "grad_all_reduce",
-    "mixed pipelines": "grad_all_reduce",
-    "a pipeline beside a single card": "grad_all_reduce",
     "pipelines of different widths": "grad_all_reduce",
-    "interleaved": "grad_all_reduce",
-    "zero bubble": "grad_all_reduce",
-    "recompute of all kinds": "recompute",
     "recompute of all kinds, zero bubble": "recompute",
     "sharded state of different widths": "sharded_grad_reduce",
     "unequal shares": "sharded_grad_reduce",
     "unequal shares of replicas": "sharded_weight_sync",
     "two zero-bubble pipelines in Vs": "complete_gradients",
-    "two wide replicas": "complete_gradients",
 }
 
 
@@ -273,7 +259,7 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
     # Under fp32 no weights beside the masters: the shares of the host alone.
     plans = OFFLOADED if precision == "bf16" else {"sharded": OFFLOADED["sharded"]}
     for name, (text, keys) in plans.items():
-        for x in (0.0, 0.3, 1.0):
+        for x in (0.0, 0.3, 1.0) if name == "sharded" else (0.0, 0.3):
             plan = parse_plan(run, text, optimizer_offload=[x] * text.count("@"), **keys)
             folder = tmp_path / f"{name} {x}"
             cases[name, x] = Case(run_file, folder, plan, overrides(precision, folder / "ck"))

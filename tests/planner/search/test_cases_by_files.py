@@ -146,7 +146,6 @@ def test_known_optimum(name, ends_in_layers, tmp_path):
 
 
 @pytest.mark.parametrize("block", range(4))
-@pytest.mark.parametrize("ends_in_layers", [False, True])
-def test_random_problems(block, ends_in_layers, tmp_path):
+def test_random_problems(block, tmp_path):
     for seed in range(25 * block, 25 * (block + 1)):
-        check_case(random_case(seed), tmp_path / str(seed), ends_in_layers=ends_in_layers)
+        check_case(random_case(seed), tmp_path / str(seed), ends_in_layers=seed % 2 == 1)
