@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.spawn import free_port, start_ranks
+from tests.support.spawn import free_port, patience, start_ranks
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan_constraints import save_plan
 
@@ -84,7 +84,7 @@ def wait_for_steps(log: Path, all_run: Callable[[], bool]) -> None:
 
 def error_of(process: subprocess.Popen[str], *, within_seconds: float) -> str:
     """The stderr of a rank, which must exit in time with an error and without a traceback."""
-    _, stderr = process.communicate(timeout=within_seconds)
+    _, stderr = process.communicate(timeout=patience(within_seconds))
     assert process.returncode == 1 and "Traceback" not in stderr, stderr
     return stderr
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.parallel.test_transfer import part, whole
 from tests.support.models import tiny_model
-from tests.support.spawn import as_rank, free_port, spawn
+from tests.support.spawn import as_rank, free_port, patience, spawn
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.links import Link, enter_role, join_role, move_weights
@@ -88,7 +88,7 @@ def run_roles(rank: int, port: int, folder: Path) -> None:
         began = time.monotonic()
         with pytest.raises(LostPeer, match=f"generation rank {len(targets) - 1} .rank {lost} of the job"):
             link.receive(torch.empty(1), lost)()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < patience(10)
     if rank in roles["policy"]:
         dist.all_reduce(token)
         assert token.item() == len(roles["policy"]) ** 2

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.serving import Server, make_checkpoint, serving, wait_for_url, write_plan
-from tests.support.spawn import start_command
+from tests.support.spawn import patience, start_command
 from yuan_train.cli.main import main
 
 httpx = pytest.importorskip("httpx")
@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_until(is_so: Callable[[], bool], *, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -44,6 +44,11 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
+def patience(seconds: float) -> float:
+    """`seconds`, or more on a busy machine: as many times them as there are programs for each core."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     """Run `body(rank, *arguments)` in `num_ranks` processes; raise the traceback of a rank that fails.
 
@@ -103,8 +108,9 @@ class Command:
     stderr: Path
 
     def wait(self, *, within_seconds: float) -> tuple[int, str]:
-        """Exit code (negative: the signal that killed it) and stderr, once the command has ended."""
-        self.process.join(within_seconds)
+        """Exit code (negative: the signal that killed it) and stderr, once the command has ended; of seconds
+        there are more on a busy machine (`patience`)."""
+        self.process.join(patience(within_seconds))
         code = self.process.exitcode
         assert code is not None, f"still running after {within_seconds} s:\n{self.stderr.read_text()}"
         return code, self.stderr.read_text()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support.project import make_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone
-from tests.support.spawn import Command, as_rank, free_port, start_command
+from tests.support.spawn import Command, as_rank, free_port, patience, start_command
 from tools.gpu_checks import runs
 from tools.gpu_checks.bench import Bench, Verdict, megabytes
 from tools.gpu_checks.machine import run_pytest
@@ -81,7 +81,7 @@ def nccl(bench: Bench) -> Verdict:
         start = time.monotonic()
         shutdown()
     ended = time.monotonic() - start
-    return ended < END_SECONDS, f"destroyed in {ended:.1f} s; of a communicator: {megabytes(taken)}"
+    return ended < patience(END_SECONDS), f"destroyed in {ended:.1f} s; of a communicator: {megabytes(taken)}"
 
 
 def _free_bytes(bench: Bench) -> int | None:
@@ -116,13 +116,13 @@ def _ending(
     words."""
     start, codes = time.monotonic(), []
     for rank in ranks:
-        rank.process.join(max(0.1, start + late + 3 * END_SECONDS - time.monotonic()))
+        rank.process.join(max(0.1, start + patience(late + 3 * END_SECONDS) - time.monotonic()))
         codes.append(rank.process.exitcode)
     took = time.monotonic() - start
     logs = [rank.stderr.read_text() for rank in ranks]
     bench.note(codes=codes, seconds=took, logs=[log[-4000:] for log in logs])
     silent = [i for i in asked if not re.search(words, logs[i])]
-    holds = None not in codes and took < late + END_SECONDS and not silent
+    holds = None not in codes and took < patience(late + END_SECONDS) and not silent
     named = f"not named by {silent}" if silent else "named"
     return holds, f"codes {codes} after {took:.1f} s, {named}"
 
