@@ -36,7 +36,7 @@ MORE_PARAMETERS = {
     "yuan_train/hf_export/configuration_yuan.py: __init__": 32,
     "yuan_train/hf_export/modeling_yuan.py: forward": 9,
     "yuan_train/config/devices.py: _card": 8,
-    "yuan_train/config/shape.py: _qwen": 8,
+    "yuan_train/planner/costs/shape.py: _qwen": 8,
     "yuan_train/data/loader.py: __init__": 9,
     "yuan_train/data/loader.py: open_corpora": 8,
     "yuan_train/data/preprocess.py: preprocess": 8,
@@ -79,7 +79,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (16, 2600),
     "cli": (38, 6500),
-    "config": (29, 7150),
+    "config": (17, 6100),
     "data": (16, 3500),
     "hf_export": (3, 632),
     "machine": (9, 1250),

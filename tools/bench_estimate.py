@@ -26,8 +26,7 @@ from tools.testbed.run import with_random_data
 from yuan_train.cli import main as cli
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.document import Document
-from yuan_train.config.dump import dump, write_text
-from yuan_train.config.load import build
+from yuan_train.config.load import build, dump, write_text
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.run import Recompute, load_run
 from yuan_train.models.sampling import draw, draw_keys

@@ -25,7 +25,7 @@ import yaml
 from tools.testbed.run import with_random_data
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.dump import dump, write_text
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile

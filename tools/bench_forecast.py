@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from yuan_train.config.cluster import Cluster, load_cluster
-from yuan_train.config.dump import dump, write_text
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from tools.testbed.run import with_random_data
-from yuan_train.config.dump import dump, write_text
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.run import load_run
 from yuan_train.profile.units import machine_name
 

@@ -40,8 +40,8 @@ from tools.testbed.run import (
 )
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.document import Document
-from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import YuanError
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig, load_run

@@ -228,7 +228,7 @@ def _call(check: Check, device: str, without: str, folder: Path, scratch: Path) 
     import torch
 
     from tools.gpu_checks.bench import Bench
-    from yuan_train.config.environment import set_rank_defaults
+    from yuan_train.parallel.environment import set_rank_defaults
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     if device == "cpu":

@@ -19,7 +19,7 @@ from tests.support.rl import write_rl
 from yuan_train.checkpoint.names import step_name
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
-from yuan_train.config.dump import as_plain
+from yuan_train.config.load import as_plain
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.data.indexed import IndexedWriter
 from yuan_train.train import ending

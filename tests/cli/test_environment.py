@@ -13,8 +13,8 @@ import pytest
 from tests.support.project import make_plan, run_config
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
-from yuan_train.config.environment import CUDA_DEFAULTS, rank_defaults
 from yuan_train.config.plan_constraints import save_plan
+from yuan_train.parallel.environment import CUDA_DEFAULTS, rank_defaults
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
 RUN = Path(__file__).parents[2] / "configs" / "run" / "tiny.yaml"
@@ -58,7 +58,7 @@ def test_cuda_defaults_leave_what_the_user_has_set() -> None:
 
 LOOK = """
 import os, sys
-from yuan_train.config import environment
+from yuan_train.parallel import environment
 from yuan_train.cli.main import main
 environment.count_cores = lambda: 8
 code = main(["train", "--config", "nowhere.yaml"])

@@ -17,11 +17,11 @@ from tests.support.hosts import Machines
 from yuan_train.cli.launch_hosts import place
 from yuan_train.cli.main import main
 from yuan_train.cli.plan_nodes import Node, parse_address
-from yuan_train.config.environment import network_defaults
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.machine.crowd import Task, run_together
 from yuan_train.machine.hosts import RemoteHost, parse_hosts, read_hostfile, ssh_words
+from yuan_train.parallel.environment import network_defaults
 
 GOOD = """\
 # the rack in the corner
@@ -133,9 +133,9 @@ def test_addresses_of_meeting_points() -> None:
 def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where the machine's own name is of no use, and never the loopback."""
     assert network_defaults({"GLOO_SOCKET_IFNAME": "eth7"}, "127.0.0.1") == {}
-    monkeypatch.setattr("yuan_train.config.environment._has_good_name", lambda: False)
+    monkeypatch.setattr("yuan_train.parallel.environment._has_good_name", lambda: False)
     assert network_defaults({}, "127.0.0.1") == {} == network_defaults({}, "no.such.host.example.invalid")
-    monkeypatch.setattr("yuan_train.config.environment._has_good_name", lambda: True)
+    monkeypatch.setattr("yuan_train.parallel.environment._has_good_name", lambda: True)
     assert network_defaults({}, "192.0.2.1") == {}
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from tests.support.project import make_plan, make_project, run_config
 from yuan_train.cli.main import main
-from yuan_train.config.dump import dump
+from yuan_train.config.load import dump
 from yuan_train.config.plan import Forecast, MemoryForecast, StageForecast
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.report.chart import round_ticks

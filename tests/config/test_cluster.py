@@ -20,9 +20,8 @@ from yuan_train.config.cluster import (
 )
 from yuan_train.config.devices import CATALOGUE, DeviceType
 from yuan_train.config.document import parse_document
-from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build
+from yuan_train.config.load import build, dump
 
 PAGE = Path("docs/cluster.md").read_text()
 # The documented form.

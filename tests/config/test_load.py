@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from yuan_train.config import document
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.document import format_keys, parse_document, parse_scalar, read_document
-from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.model import ModelConfig, load_model
 
 MODEL = """\

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from yuan_train.config.dump import as_plain, dump, dump_plain
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import as_plain, dump, dump_plain
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.rl import load_rl
 from yuan_train.config.run import RunConfig, load_run

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yuan_train.config.document import parse_document
-from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.load import build
+from yuan_train.config.load import build, dump
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import keep_plan, load_plan, plans_in, save_plan, validate_plan

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import as_plain
 from yuan_train.config.profile import Profile, load_profile
 
 UNIT = {

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from yuan_train.config.document import parse_document
-from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build
+from yuan_train.config.load import build, dump
 from yuan_train.config.rl import (
     AlgorithmConfig,
     RLConfig,

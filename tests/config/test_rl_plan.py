@@ -11,8 +11,8 @@ import pytest
 
 from yuan_train.cli.main import main
 from yuan_train.cli.plan_nodes import nodes_of, torchrun_lines
-from yuan_train.config.dump import dump
 from yuan_train.config.errors import PlanError
+from yuan_train.config.load import dump
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.rl_plan import (

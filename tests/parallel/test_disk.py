@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.train.test_optimizer import config, flat_bucket
-from yuan_train.config import disk as disk_sizes
+from yuan_train.config import units as disk_sizes
 from yuan_train.config.errors import DiskError, TrainingError
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import FlatBucket

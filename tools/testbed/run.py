@@ -25,8 +25,8 @@ import numpy as np
 from tools.testbed.nodes import Node, NodeSpec, Task, load_nodes, make_nodes, run_together
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import Profile, load_profile

@@ -22,8 +22,7 @@ from yuan_train.checkpoint.stream import LazyTensor, save_streamed
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
-from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.config.model_files import hub_advice
+from yuan_train.config.model import ModelConfig, hub_advice, validate_model
 from yuan_train.models.published import EMBEDDING, HEAD, TensorMapping, format_for, format_of, rotary_buffer
 
 CHECKED_ELEMENTS = 1 << 24

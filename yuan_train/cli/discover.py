@@ -112,7 +112,7 @@ def _unlike(found: Mapping[str, Facts]) -> Iterator[str]:
 def _write_checked(path: Path, text: str) -> None:
     """Write what `load_cluster` reads, or nothing. Raises ConfigError."""
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.dump import write_text
+    from yuan_train.config.load import write_text
 
     draft = path.with_name(f".{path.stem}.{os.getpid()}.yaml")
     write_text(draft, text)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yuan_train.config.model import ModelConfig
-    from yuan_train.config.shape import ModelShape
     from yuan_train.planner.costs.phases import Samples
+    from yuan_train.planner.costs.shape import ModelShape
     from yuan_train.planner.evaluate.memory_fit import MemoryCase
 
 METHODS = ("full", "adam8", "adam8+recompute", "lora")
@@ -196,7 +196,7 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
     does not have such a layer.
     """
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.shape import ModelShape, shape_of
+    from yuan_train.planner.costs.shape import ModelShape, shape_of
 
     if engine == "yuan":
         return _our_model(model)
@@ -212,7 +212,7 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
 
 
 def _our_model(model: ModelShape | ModelConfig) -> ModelConfig:
-    from yuan_train.config.shape import ModelShape, to_model
+    from yuan_train.planner.costs.shape import ModelShape, to_model
 
     return to_model(model) if isinstance(model, ModelShape) else model
 
@@ -224,9 +224,8 @@ def read_model(name: str) -> ModelShape | ModelConfig:
     """
     from yuan_train.config.document import read_document
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.model import load_model
-    from yuan_train.config.model_files import is_published, locate_model, published_name
-    from yuan_train.config.shape import PUBLISHED_SHAPES, has_shape, shape_from_config
+    from yuan_train.config.model import is_published, load_model, locate_model, published_name
+    from yuan_train.planner.costs.shape import PUBLISHED_SHAPES, has_shape, shape_from_config
 
     if not Path(name).exists():
         by_name = {known.lower(): shape for known, shape in PUBLISHED_SHAPES.items()}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import get_args
 
 from yuan_train.checkpoint.names import TOKENIZER
-from yuan_train.config.dump import dump_plain
 from yuan_train.config.errors import DataError
+from yuan_train.config.load import dump_plain
 from yuan_train.config.model import RotaryForm
 
 

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file, with the schema for editors in its first line. Raises ConfigError if it is there."""
     from pathlib import Path
 
-    from yuan_train.config.catalogue import CONFIGS
+    from yuan_train.config.document import CONFIGS
     from yuan_train.config.errors import ConfigError
 
     kind: str = arguments.kind

@@ -10,7 +10,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yuan_train.config.keys import Key
+    from yuan_train.report.keys import Key
 
 _DESCRIPTION = """\
 Prints the keys of a kind of file: run, cluster, model, rl or plan. A prefix prints those that begin with it,
@@ -44,7 +44,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Print. Raises ConfigError if no key begins so."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.keys import KINDS, file_keys, schema_text
+    from yuan_train.report.keys import KINDS, file_keys, schema_text
 
     what: list[str] = arguments.what
     kind = what[0] if what and what[0] in KINDS else None
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _anywhere(prefix: str) -> dict[str, tuple[Key, ...]]:
     """The kinds of files that have such keys, with them. Raises ConfigError if none has."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.config.keys import KINDS, file_keys
+    from yuan_train.report.keys import KINDS, file_keys
 
     found: dict[str, tuple[Key, ...]] = {}
     errors: list[ConfigError] = []
@@ -89,7 +89,7 @@ def _anywhere(prefix: str) -> dict[str, tuple[Key, ...]]:
 
 
 def _lines(kind: str, keys: tuple[Key, ...], width: int) -> list[str]:
-    from yuan_train.config.keys import KINDS
+    from yuan_train.report.keys import KINDS
 
     lines = [f"Keys of {KINDS[kind][2]}:"]
     for key in keys:

@@ -31,7 +31,14 @@ from yuan_train.cli.plan_nodes import (
     parse_address,
     torchrun_lines,
 )
-from yuan_train.config.environment import (
+from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver
+from yuan_train.config.express import check_engine, express
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
+from yuan_train.config.rl import is_rl_run, load_rl, policy_run
+from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
+from yuan_train.config.run import TrainConfig, load_run
+from yuan_train.parallel.environment import (
     LINKED,
     count_cores,
     has_told,
@@ -41,13 +48,6 @@ from yuan_train.config.environment import (
     rank_defaults,
     unknown_host,
 )
-from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver
-from yuan_train.config.express import check_engine, express
-from yuan_train.config.plan import Plan
-from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
-from yuan_train.config.rl import is_rl_run, load_rl, policy_run
-from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
-from yuan_train.config.run import TrainConfig, load_run
 
 logger = logging.getLogger(__name__)
 

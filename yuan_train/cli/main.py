@@ -19,8 +19,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from yuan_train import __version__
-from yuan_train.config.environment import is_rank_of_several
 from yuan_train.config.errors import INTERRUPTED, YuanError, say
+from yuan_train.parallel.environment import is_rank_of_several
 
 COMMANDS = {
     "plan": "partition a model unevenly over the cards of a cluster; forecast time and memory",

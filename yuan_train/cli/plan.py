@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, write, print. Raises ConfigError for wrong input, NoPlanFits (it names the nearest plan) if no
     plan fits."""
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.dump import write_text
+    from yuan_train.config.load import write_text
     from yuan_train.config.plan_constraints import save_plan
     from yuan_train.config.profile import read_profiles
     from yuan_train.config.rl import is_rl_run
@@ -327,7 +327,7 @@ def read_run_config(config: str | None, model: str | None, overrides: tuple[str,
 def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
     from yuan_train.config.document import Document, graft, override
     from yuan_train.config.load import build
-    from yuan_train.config.model_files import locate_model, read_model_document
+    from yuan_train.config.model import locate_model, read_model_document
     from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, RunConfig, validate_run
 
     model = read_model_document(locate_model(model_path))

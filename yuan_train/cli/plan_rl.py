@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def plan_roles(arguments: argparse.Namespace) -> int:
     """Search, write, print. Raises ConfigError for wrong input, NoPlanFits if no placement fits."""
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.dump import write_text
     from yuan_train.config.errors import ConfigError
+    from yuan_train.config.load import write_text
     from yuan_train.config.profile import read_profiles
     from yuan_train.config.rl import load_rl
     from yuan_train.config.rl_plan import save_rl_plan

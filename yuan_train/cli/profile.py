@@ -17,9 +17,8 @@ from yuan_train.cli.launch import free_port, start_ranks
 from yuan_train.cli.plan_nodes import Node
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
-from yuan_train.config.dump import as_plain, write_text
-from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import ConfigError, HostMemoryError
+from yuan_train.config.load import as_plain, write_text
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import RankPlan
 from yuan_train.config.profile import (
@@ -33,6 +32,7 @@ from yuan_train.config.profile import (
 )
 from yuan_train.config.rl import RLConfig, is_rl_run, load_rl, policy_run
 from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
+from yuan_train.parallel.environment import set_rank_defaults
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device

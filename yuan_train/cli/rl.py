@@ -8,12 +8,12 @@ from functools import partial
 
 from yuan_train.cli.launch import check_driver_of_rank
 from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
-from yuan_train.config.environment import set_rank_defaults
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl import RLConfig, load_rl
 from yuan_train.config.rl_plan import RlForecast, RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
+from yuan_train.parallel.environment import set_rank_defaults
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

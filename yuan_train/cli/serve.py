@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from yuan_train.cli.launch import add_node_options, check_driver_of_rank, start_or_print
 from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
-from yuan_train.config.environment import is_rank_of_several, set_rank_defaults
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl_plan import names_rl_plan
+from yuan_train.parallel.environment import is_rank_of_several, set_rank_defaults
 
 if TYPE_CHECKING:
     from yuan_train.serve.ranks import ServeJob

@@ -21,7 +21,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Print, and write the page. Raises ConfigError if the directory has no finished step."""
-    from yuan_train.config.dump import write_text
+    from yuan_train.config.load import write_text
     from yuan_train.report.run_log import read_run
     from yuan_train.report.run_page import run_html, run_lines
 

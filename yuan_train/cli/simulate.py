@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yuan_train.config.cluster import Card, Cluster
+    from yuan_train.config.cluster import Card, Cluster, Sends
     from yuan_train.config.model import ModelConfig
     from yuan_train.config.plan import PipelinePlan, Plan
-    from yuan_train.config.sends import Sends
     from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.evaluate.plan_cost import PlanCost
     from yuan_train.planner.evaluate.simulator import Simulation, StageTimes
@@ -316,8 +315,7 @@ def _stage_busy(simulation: Simulation) -> list[float]:
 
 
 def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object]) -> None:
-    from yuan_train.config.disk import written_words
-    from yuan_train.config.units import show_seconds
+    from yuan_train.config.units import show_seconds, written_words
 
     compute = document["compute_seconds"]
     assert isinstance(compute, float)

@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(path: str, events: Sequence[Event], steps: Mapping[int, object], step: int | None) -> None:
     """Write the picture of a step. Raises ConfigError if it was not traced."""
-    from yuan_train.config.dump import write_text
     from yuan_train.config.errors import ConfigError
+    from yuan_train.config.load import write_text
     from yuan_train.report.trace_picture import draw_step
 
     step = max(steps) if step is None else step

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.launch import check_driver_of_rank
-from yuan_train.config.environment import is_job_here, is_rank_of_several, set_rank_defaults
 from yuan_train.config.errors import ConfigError, NoDriver, say
 from yuan_train.config.express import INSTALL
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import DataConfig, EngineName, load_run
 from yuan_train.data.indexed import IndexedDataset, idx_path, strip_suffix
 from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.parallel.environment import is_job_here, is_rank_of_several, set_rank_defaults
 
 if TYPE_CHECKING:
     from yuan_train.train.engine import BuildEngine

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
-from yuan_train.config.catalogue import locate_cluster
 from yuan_train.config.devices import (
     CATALOGUE,
     Bytes,
@@ -20,10 +19,9 @@ from yuan_train.config.devices import (
     find_card,
     suggest_cards,
 )
-from yuan_train.config.document import Keys, override, read_document
+from yuan_train.config.document import Keys, locate_cluster, override, read_document
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import build
-from yuan_train.config.sends import Sends
 from yuan_train.config.units import Unit
 
 Seconds = Annotated[float, Ge(0), Unit("seconds")]
@@ -325,3 +323,7 @@ def _with_catalogue_names(cluster: Cluster) -> Cluster:
         for group in cluster.nodes
     )
     return replace(cluster, nodes=tuple(nodes))
+
+
+Sends = Literal["overlapped", "blocking"]
+"""`overlapped`: only the compute step that needs the message. `blocking`: its sender too."""

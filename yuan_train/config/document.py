@@ -1,4 +1,5 @@
-"""YAML files and `a.b=v` overrides as plain values, each with the place where it was written.
+"""YAML files and `a.b=v` overrides as plain values, each with the place where it was written; and the files
+that come with the package, by name.
 
 A file is read into a `Document`, overrides change the document, and `load.build` turns it into a dataclass.
 PyYAML reads YAML 1.1, where `3e-4` is a string, `no` a boolean and the last of two equal keys wins silently;
@@ -7,11 +8,12 @@ so the scalars are resolved here, and duplicate keys are refused.
 
 from __future__ import annotations
 
+import difflib
 import gc
 import itertools
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -321,3 +323,33 @@ def describe(document: Document, violation: Violation) -> str:
 
 def _message(where: str, keys: Keys, message: str) -> str:
     return f"{where}: {format_keys(keys)}: {message}" if keys else f"{where}: {message}"
+
+
+_INSTALLED = Path(__file__).parents[1] / "configs"
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2] / "configs"
+"""The folder `configs` of a checkout, or of an installed package."""
+
+
+def names(kind: str) -> dict[str, Path]:
+    """The files of `configs/KIND`, by name in lower case."""
+    return {path.stem.lower(): path for path in sorted((CONFIGS / kind).glob("*.yaml"))}
+
+
+def locate_cluster(name: str | Path) -> Path:
+    """The cluster file that a path or a name of `configs/cluster` means.
+
+    Raises ConfigError if there is neither, with the nearest name.
+    """
+    path = Path(name)
+    if path.exists() or path.suffix:
+        return path
+    known = names("cluster")
+    if found := known.get(str(name).lower()):
+        return found
+    raise ConfigError(f"{name}: no such file; {_wanted(str(name), list(known))}")
+
+
+def _wanted(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"{hint}wanted a cluster file, or a name of configs/cluster (has: {', '.join(known)})"

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.document import is_list, is_mapping, read_document
-from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import ConfigError, PlanError, Violation
-from yuan_train.config.load import build
+from yuan_train.config.load import as_plain, build, dump, write_text
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.run import RunConfig, ScheduleName

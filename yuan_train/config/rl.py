@@ -16,8 +16,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build
-from yuan_train.config.model import LoraConfig, ModelConfig
-from yuan_train.config.model_files import is_rl_document, with_overrides
+from yuan_train.config.model import LoraConfig, ModelConfig, is_rl_document, with_overrides
 from yuan_train.config.run import (
     CheckpointConfig,
     Count,

@@ -13,9 +13,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, MinLen
 
 from yuan_train.config.document import Document, is_mapping, read_document
-from yuan_train.config.dump import dump, write_text
 from yuan_train.config.errors import ConfigError, PlanError, Violation
-from yuan_train.config.load import build
+from yuan_train.config.load import build, dump, write_text
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.rl import RLConfig

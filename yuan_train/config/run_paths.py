@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from yuan_train.config.catalogue import CONFIGS
-from yuan_train.config.document import Document, Keys, is_list, is_mapping, override, read_document
-from yuan_train.config.model_files import STATE, locate_model
+from yuan_train.config.document import CONFIGS, Document, Keys, is_list, is_mapping, override, read_document
+from yuan_train.config.model import STATE, locate_model
 
 OUTPUTS = (
     ("checkpoint",),

@@ -1,4 +1,4 @@
-"""Conversion of quantities with units (`80 GiB`, `200 Gb/s`, `10 us`) from and to SI units."""
+"""Quantities with units (`80 GiB`, `200 Gb/s`, `10 us`) from and to SI units, and how state lies on disks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from yuan_train.config.errors import ConfigError
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
     from pydantic_core import CoreSchema
+
 
 Kind = Literal["bytes", "bytes/s", "seconds", "FLOP/s"]
 
@@ -113,3 +114,22 @@ class Unit:
         number = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"
         pattern = rf"^\s*{number}\s*({units})\s*$"
         return {"type": "string", "pattern": pattern, "examples": _EXAMPLES[self.kind].split(" or ")}
+
+
+DISK_CHUNK = 1 << 20
+"""Elements of a chunk: requests of 4 MiB, with which a few threads keep an NVMe disk busy."""
+DISK_SLOTS = 4
+"""Chunks of a rank in host memory at a time: two that are read, one that is stepped, one that is written."""
+DISK_STATES = 3
+"""What the disk holds of an element: its master and AdamW's two moments."""
+
+DAY_SECONDS = 86400.0
+
+
+def written_words(bytes_of_step: float, step_seconds: float | None) -> str:
+    """`12.0 GiB written a step, 33.4 TiB a day`: a drive lasts for so many bytes. `step_seconds`: None if not
+    known."""
+    words = f"{show_bytes(bytes_of_step)} written a step"
+    if not step_seconds:
+        return words
+    return f"{words}, {show_bytes(bytes_of_step * DAY_SECONDS / step_seconds)} a day"

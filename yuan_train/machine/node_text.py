@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from yuan_train.config.devices import CATALOGUE, GIB, MIB, PCIE_BYTES_PER_SECOND, DeviceType, find_card
-from yuan_train.config.dump import as_plain
+from yuan_train.config.load import as_plain
 from yuan_train.config.plan import PROCESSOR
 from yuan_train.machine.tools import VIRTUAL
 

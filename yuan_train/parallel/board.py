@@ -30,8 +30,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from yuan_train.config.environment import unknown_host
 from yuan_train.config.errors import CAUSE, ConfigError, LostRank, TrainingError, YuanError
+from yuan_train.parallel.environment import unknown_host
 
 POLL_SECONDS = 0.2
 """Between two looks at something that other ranks write."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from yuan_train.config.disk import DISK_STATES
+from yuan_train.config.units import DISK_STATES
 from yuan_train.parallel.gradients import FlatBucket, Slice, master_dtype
 from yuan_train.parallel.tiers.disk import file_bytes
 from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_ranges, disk_chunks

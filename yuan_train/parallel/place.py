@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from yuan_train.config.disk import DISK_STATES
 from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.units import DISK_STATES
 from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups

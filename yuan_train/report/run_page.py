@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from yuan_train.config.dump import dump
+from yuan_train.config.load import dump
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.report.chart import bars, chart, smooth
 from yuan_train.report.html import table, whole_page

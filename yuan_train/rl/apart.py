@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.architecture import sharding_of
-from yuan_train.config.environment import tell_launcher
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.device import Device
+from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import (

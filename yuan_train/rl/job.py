@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint
-from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, DataError, PlanError
+from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.rl import Mode, RLConfig, policy_run

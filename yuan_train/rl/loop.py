@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import YuanError
+from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.parallel.board import Board
 from yuan_train.parallel.groups import enter_world, meet
 from yuan_train.parallel.links import RolePosition, enter_role, join_role

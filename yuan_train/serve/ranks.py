@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.config.architecture import sharding_of
-from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.load import as_plain
 from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.data.tokenizer import Tokenizer

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 import yuan_train
-from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
+from yuan_train.config.load import as_plain
 from yuan_train.parallel.tiers.slab import available_bytes
 from yuan_train.train.cards import (
     RankCard,

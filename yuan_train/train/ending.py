@@ -18,7 +18,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from yuan_train.config.environment import under_launch, under_torchrun
 from yuan_train.config.errors import (
     CAUSE,
     INTERRUPTED,
@@ -30,6 +29,7 @@ from yuan_train.config.errors import (
 )
 from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting
 from yuan_train.parallel.device import Device
+from yuan_train.parallel.environment import under_launch, under_torchrun
 from yuan_train.parallel.groups import shutdown
 from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.train.job import Position

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.dump import write_text
 from yuan_train.config.errors import CheckpointError, YuanError
+from yuan_train.config.load import write_text
 from yuan_train.data.pairs import Pairs
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.job import Job

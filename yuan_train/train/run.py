@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from yuan_train.checkpoint.load import holds_optimizer_state
-from yuan_train.config.dump import as_plain, dump, write_text
 from yuan_train.config.errors import TrainingError
+from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import keep_plan
 from yuan_train.parallel.groups import as_training_error, enter_world, meet

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from yuan_train.config.dump import as_plain
+from yuan_train.config.load import as_plain
 from yuan_train.config.run import LossScaleConfig, RunConfig
 
 

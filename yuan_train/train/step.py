@@ -12,8 +12,8 @@ import torch
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import WEIGHTS
-from yuan_train.config.disk import written_words
 from yuan_train.config.plan import Plan
+from yuan_train.config.units import written_words
 from yuan_train.data.loader import Samples
 from yuan_train.data.pairs import Pairs
 from yuan_train.parallel.activity import Activity, during

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from yuan_train.config.dump import as_plain
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import as_plain
 from yuan_train.config.run import LogConfig, RunConfig, TrackerName
 
 IDENTITIES = "trackers.json"

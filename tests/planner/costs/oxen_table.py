@@ -10,8 +10,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from yuan_train.config.shape import PUBLISHED_SHAPES
 from yuan_train.planner.costs.phases import Samples
+from yuan_train.planner.costs.shape import PUBLISHED_SHAPES
 from yuan_train.planner.costs.trl_memory import Method
 from yuan_train.planner.evaluate.memory_fit import MemoryCase, memory_of
 

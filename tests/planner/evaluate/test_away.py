@@ -12,10 +12,10 @@ from tests.planner.evaluate.test_any_plan import EIGHT, PAIR, plan_of
 from tests.planner.search.test_search import MODEL, problem
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import Cluster, Disk, Host
-from yuan_train.config.disk import DISK_CHUNK, written_words
-from yuan_train.config.dump import dump
+from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan, validate_plan
+from yuan_train.config.units import DISK_CHUNK, written_words
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 

@@ -8,8 +8,8 @@ import pytest
 
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import load_model
-from yuan_train.config.shape import PUBLISHED_SHAPES, to_model
 from yuan_train.planner.costs.phases import Samples
+from yuan_train.planner.costs.shape import PUBLISHED_SHAPES, to_model
 from yuan_train.planner.evaluate.memory_fit import (
     METHODS,
     Length,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.config.sends import Sends
+from yuan_train.config.cluster import Sends
 from yuan_train.planner.evaluate.simulator import (
     StageTimes,
     order_operations,

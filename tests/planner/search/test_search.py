@@ -19,8 +19,8 @@ from yuan_train.config.cluster import (
     load_cluster,
 )
 from yuan_train.config.devices import GIB, DeviceType
-from yuan_train.config.dump import dump
 from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.config.load import dump
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import PipelinePlan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import load_plan, save_plan, validate_plan

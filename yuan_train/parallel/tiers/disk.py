@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 import torch
 
-from yuan_train.config.disk import DISK_SLOTS, DISK_STATES
 from yuan_train.config.errors import DiskError, TrainingError
-from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.config.units import DISK_SLOTS, DISK_STATES, show_bytes, show_seconds
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.link import Transfer
 from yuan_train.parallel.tiers.slab import HostSlab

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from yuan_train.config import disk
+from yuan_train.config import units
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.disk import DiskStore, FilePiece
 from yuan_train.parallel.tiers.link import Link, Transfer, begin_copy, make_link
@@ -219,4 +219,4 @@ def disk_chunks(
 def chunk_elements(num_elements: int) -> int:
     """Elements of a chunk, of so many on the disk: a multiple of a page's, in whatever precision."""
     page = 1024
-    return min(disk.DISK_CHUNK, -(-num_elements // page) * page)
+    return min(units.DISK_CHUNK, -(-num_elements // page) * page)

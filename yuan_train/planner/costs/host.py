@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Disk, NodeGroup
 from yuan_train.config.devices import DeviceType, Precision
-from yuan_train.config.disk import DISK_CHUNK, DISK_SLOTS, DISK_STATES
 from yuan_train.config.profile import HostProfile
+from yuan_train.config.units import DISK_CHUNK, DISK_SLOTS, DISK_STATES
 from yuan_train.planner.costs.workload import STATE_BYTES
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from yuan_train.config.cluster import Card, Cluster
+from yuan_train.config.cluster import Card, Cluster, Sends
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import (
@@ -24,7 +24,6 @@ from yuan_train.config.plan import (
 )
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
-from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.critic import value_model, with_critic
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from yuan_train.config.shape import ModelShape
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
+from yuan_train.planner.costs.shape import ModelShape
 
 Method = Literal["full", "adam8", "adam8+recompute", "lora"]
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from yuan_train.config.sends import Sends
+from yuan_train.config.cluster import Sends
 from yuan_train.planner.evaluate.clocks import CopyClock, Groups, PageClock, PageTimes, PartTimes
 from yuan_train.planner.native.pipelines import (
     NativeRun,

@@ -17,11 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_double, c_int32
 from dataclasses import dataclass
 
-from yuan_train.config.cluster import Card
+from yuan_train.config.cluster import Card, Sends
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.run import Recompute
-from yuan_train.config.sends import Sends
 from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
 from yuan_train.planner.costs.host import (
     disk_bytes,

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from yuan_train.config.dump import dump
-from yuan_train.config.sends import Sends
+from yuan_train.config.cluster import Sends
+from yuan_train.config.load import dump
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from yuan_train.config.dump import dump
+from yuan_train.config.load import dump
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.report.roles_text import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.dump import as_plain
+from yuan_train.config.load import as_plain
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.roles.engines import EnginePlan

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from yuan_train.config.dump import as_plain
 from yuan_train.config.express import to_layout
+from yuan_train.config.load import as_plain
 from yuan_train.config.plan import MemoryForecast, StagePlan, divides_experts
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
