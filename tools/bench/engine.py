@@ -1,0 +1,386 @@
+"""Benchmarks of parts of the engine: memory over micro-batches, compiled layers, weights between plans."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.multiprocessing as mp
+
+from tests.support.project import make_plan
+from tests.support.spawn import as_rank, free_port
+from tools.bench.harness import Row, case
+from yuan_train.config.architecture import sharding_of
+from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, single_card_plan
+from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute, RunConfig, Source, TrainConfig
+from yuan_train.models.compiled import compile_blocks
+from yuan_train.models.dropout import DropoutSeed
+from yuan_train.models.initial import initial_rows
+from yuan_train.models.transformer import Transformer
+from yuan_train.parallel.apply import ModelParts, parallelize
+from yuan_train.parallel.device import CPU, Device
+from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.groups import init_distributed, shutdown
+from yuan_train.parallel.links import Link, enter_role, join_role, move_weights
+from yuan_train.parallel.transfer import (
+    Bucket,
+    bound_elements,
+    check_table,
+    make_buckets,
+    plan_holdings,
+    transfer_table,
+)
+from yuan_train.train.build import DTYPES
+from yuan_train.train.job import Position, choose_device
+
+REPEATS = 5
+
+
+def make_run(*, batch: int = 1, **model: Any) -> RunConfig:
+    """A run of sequences of the model's greatest length."""
+    config = ModelConfig(name="bench", **model)
+    return RunConfig(
+        model=config,
+        data=DataConfig(
+            train=(Source(prefix="none"),),
+            sequence_length=config.max_sequence_length,
+            reset_position_ids=False,
+        ),
+        train=TrainConfig(steps=1, global_batch_size=batch),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+    )
+
+
+def make_parts(model: ModelConfig, *, compile: bool = False, **keys: Any) -> ModelParts:
+    """What a plan's parts of a model are built from."""
+    sharding, row_blocks = sharding_of(model)
+
+    def build(stage: StagePlan) -> Transformer:
+        own = {"layers": stage.layers, "embedding": stage.embedding, "head": stage.head}
+        return Transformer(model, device="meta", **own, **keys)
+
+    return ModelParts(
+        build=build,
+        initial=partial(initial_rows, model, seed=0),
+        sharding=sharding,
+        row_blocks=row_blocks,
+        compile=(lambda part: compile_blocks(cast(Transformer, part))) if compile else None,
+    )
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+@case("engine/memory", hidden=(512,), tokens=(1024,), stages=(3,), device=("cpu",), micro_batches=(8, 64))
+def memory(hidden: int, tokens: int, stages: int, device: str, micro_batches: int) -> Row:
+    """Growth of each rank's peak memory in a step, MiB, which must not depend on the micro-batches.
+
+    Under 1F1B a stage keeps as many in flight as there are stages from it to the end. Two layers a stage.
+    """
+    run = make_run(
+        batch=micro_batches,
+        num_layers=2 * stages,
+        hidden_size=hidden,
+        num_attention_heads=8,
+        ffn_hidden_size=4 * hidden,
+        vocab_size=1024,
+        max_sequence_length=tokens,
+    )
+    plan = make_plan(run, [[2] * stages])
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_memory_rank, (plan, free_port(), device, results), stages)
+    found = dict(results.get() for _ in range(stages))
+    row: Row = {"micro-batches": micro_batches}
+    return row | {f"stage {stage}": round(found[stage]) for stage in range(stages)}
+
+
+def _memory_rank(rank: int, plan: Plan, port: int, kind: str, results: Any) -> None:
+    """Run one step of one stage, and put (rank, growth of peak memory in MiB) into `results`."""
+    as_rank(rank, plan.world_size, port)
+    device = choose_device(kind, Position(rank, plan.world_size, rank, plan.world_size))
+    init_distributed(device=device, timeout_seconds=300)
+    runtime = parallelize(plan, rank, make_parts(plan.model), device=device, dtype=torch.float32)
+    works = {
+        s: RandomTokens(cast(Transformer, part), plan.sequence_length, device)
+        for s, part in runtime.parts.items()
+    }
+    executor = Executor(works, runtime.bridge, Stopwatch(device))
+    before = peak_mib(device)
+    executor.run(runtime.program)
+    device.finish()
+    results.put((rank, peak_mib(device) - before))
+    shutdown()
+
+
+def peak_mib(device: Device) -> float:
+    """The most memory that tensors have taken of a card, or this process of its host."""
+    card = device.memory()
+    if card is not None:
+        return card.most_allocated / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+class RandomTokens:
+    """Runs one stage's part of the model on random tokens, always the same."""
+
+    def __init__(self, model: Transformer, sequence_length: int, device: Device) -> None:
+        self.model = model
+        self.tokens_BS = torch.randint(model.config.vocab_size, (1, sequence_length), device=device.torch)
+
+    def load(self, micro_batch: int) -> None:
+        pass
+
+    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+        output = self.model(self.tokens_BS if hidden_BSH is None else hidden_BSH)
+        return self.model.loss(output, self.tokens_BS) if self.model.has_head else output
+
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
+        assert not split, "1F1B does not split backwards"
+        return nullcontext()
+
+    def backward_weight(self, micro_batch: int) -> None:
+        raise AssertionError("no backward is split")
+
+
+# --- compiled layers ---------------------------------------------------------------------------------------
+
+
+@case(
+    "engine/compile",
+    formats={
+        **{"plain ms": ".1f", "compiled ms": ".1f", "ratio": ".2f", "first s": ".1f"},
+        **{"saved, plain": ".1f", "saved, compiled": ".1f"},
+    },
+    costs={"ratio": 0.1},
+    kind=("fp32 none", "fp32 selective", "bf16 none", "bf16 selective", "fp32 full", "fp32 none dropout"),
+    hidden=(256,),
+    layers=(4,),
+    tokens=(512,),
+    turns=(15,),
+    device=("cpu",),
+)
+def compiled(kind: str, hidden: int, layers: int, tokens: int, turns: int, device: str) -> Row:
+    """A forward and backward with compiled layers against plain ones, in turns: the median.
+
+    As the engine runs them, weight gradients and buckets included; the vocabulary is small. CPU time of one
+    thread, which other processes hardly affect, or a card's. Bytes are what autograd saves, in hidden states
+    per layer.
+    """
+    precision, recompute, *dropout = kind.split()
+    run = make_run(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        ffn_hidden_size=4 * hidden,
+        vocab_size=512,
+        max_sequence_length=tokens,
+        hidden_dropout=0.1 if dropout else 0.0,
+    )
+    plain, fused = (
+        WholeModel(run, precision, cast(Recompute, recompute), device, compile=own) for own in (False, True)
+    )
+    torch.compiler.reset()
+    plain.step()
+    start = time.perf_counter()
+    fused.step()
+    first = time.perf_counter() - start
+    pairs = [(plain.step(), fused.step()) for _ in range(turns)]
+    seconds = [statistics.median(times) for times in zip(*pairs, strict=True)]
+    saved = [model.saved_hidden_states() / layers for model in (plain, fused)]
+    row: Row = {"kind": kind, "plain ms": 1e3 * seconds[0], "compiled ms": 1e3 * seconds[1]}
+    row |= {"ratio": seconds[1] / seconds[0], "saved, plain": saved[0], "saved, compiled": saved[1]}
+    return row | {"first s": first}
+
+
+class WholeModel:
+    """A whole model with its buckets, and one micro-batch."""
+
+    def __init__(
+        self, run: RunConfig, precision: str, recompute: Recompute, device: str, *, compile: bool
+    ) -> None:
+        parts = make_parts(run.model, compile=compile, recompute=recompute, dtype=DTYPES[precision])
+        self.device = choose_device(device, Position())
+        plan = single_card_plan(run)
+        runtime = parallelize(plan, 0, parts, device=self.device, dtype=DTYPES[precision])
+        self.model = cast(Transformer, runtime.parts[0])
+        shape = (1, run.data.sequence_length)
+        self.tokens_BS = torch.randint(run.model.vocab_size, shape, device=self.device.torch)
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        hidden_BSH = self.model(self.tokens_BS, dropout_seed=DropoutSeed(0, 0))
+        return self.model.loss(hidden_BSH, self.tokens_BS, gradient_scale=1.0)
+
+    def step(self) -> float:
+        """Seconds of a forward and its backward: of a card, or of this process."""
+        clock = time.perf_counter if self.device.is_card else time.process_time
+        self.device.finish()
+        start = clock()
+        self.forward().backward()
+        self.device.finish()
+        return clock() - start
+
+    def saved_hidden_states(self) -> float:
+        """Bytes that autograd saves besides weights, each storage once, over those of a hidden state."""
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            self.forward()
+        dtype = next(self.model.parameters()).dtype
+        return sum(saved.values()) / (self.tokens_BS.numel() * self.model.config.hidden_size * dtype.itemsize)
+
+
+# --- weights between unlike plans --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """A plan's pipelines, of (layers, width) for each stage."""
+
+    pipelines: tuple[tuple[tuple[int, int], ...], ...]
+
+    def plan(self, model: ModelConfig) -> Plan:
+        """On nodes of eight cards."""
+        rank, made = 0, list[PipelinePlan]()
+        for stages in self.pipelines:
+            first, parts = 0, list[StagePlan]()
+            for layers, width in stages:
+                parts.append(
+                    StagePlan(
+                        replicas=(tuple(range(rank, rank + width)),),
+                        layers=(first, first + layers),
+                        embedding=first == 0,
+                        head=first + layers == model.num_layers,
+                    )
+                )
+                first, rank = first + layers, rank + width
+            made.append(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=tuple(parts)))
+        ranks = tuple(RankPlan(rank=r, device=f"node-{r // 8}/{r % 8}", type="A100-80G") for r in range(rank))
+        return Plan(
+            model=model, sequence_length=8, global_batch_size=len(made), ranks=ranks, pipelines=tuple(made)
+        )
+
+
+@case("engine/table", formats={"GB": ".1f", "bound GB": ".1f", "table CPU s": ".1f", "checked in s": ".1f"})
+def table_of_51b() -> Row:
+    """Who sends what, 51B in bf16: 2 pipelines of 4 uneven stages of width 8, to 16 engines of width 4."""
+    model = load_model("configs/model/yuan2-51b.yaml")
+    policy = Cuts((((11, 8), (11, 8), (10, 8), (10, 8)),) * 2).plan(model)
+    engines = Cuts((((42, 4),),) * 16).plan(model)
+    began = time.process_time()
+    sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=policy.world_size)
+    table = transfer_table(sources, targets)
+    made = time.process_time()
+    check_table(table, sources, targets)
+    checked = time.process_time()
+    load: dict[int, int] = {}
+    for move in table:
+        load[move.source] = load.get(move.source, 0) + 2 * move.num_elements
+    return {
+        "moves": len(table),
+        "pairs": len({(move.source, move.target) for move in table}),
+        "GB": sum(load.values()) / 1e9,
+        "bound GB": 2 * bound_elements(targets) / 1e9,
+        "senders GB": f"{min(load.values()) / 1e9:.2f} to {max(load.values()) / 1e9:.2f}",
+        "table CPU s": made - began,
+        "checked in s": checked - made,
+    }
+
+
+@case(
+    "engine/transfer",
+    formats={
+        "MB": ".0f",
+        "buckets ms": ".0f",
+        "a tensor at a time ms": ".0f",
+        "ratio": ".2f",
+        "copy ms": ".0f",
+    },
+    costs={"buckets ms": 0.2},
+    ranks=(2, 3, 4),
+    layers=(24,),
+    hidden=(256,),
+)
+def transfer(ranks: int, layers: int, hidden: int) -> Row:
+    """Weights between unlike plans over gloo, in buckets against one message a tensor; the best of five.
+
+    The first half holds the policy, one pipeline of uneven stages, the others hold an engine each.
+    """
+    model = load_model("configs/model/tiny.yaml")
+    model = replace(model, num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden)
+    model = replace(model, head_dim=hidden // model.num_attention_heads)
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_transfer_rank, (ranks, model, free_port(), results), ranks)
+    return results.get()
+
+
+def _transfer_rank(rank: int, num_ranks: int, model: ModelConfig, port: int, results: Any) -> None:
+    """One process: move the weights in buckets, then box by box; the first puts the row into `results`."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    num_policy, most = max(num_ranks // 2, 1), model.num_layers * 2 // 3
+    cut = ((most, 1), (model.num_layers - most, 1)) if num_policy == 2 else ((model.num_layers, 1),)
+    policy = Cuts((cut,)).plan(model)
+    engines = Cuts((((model.num_layers, 1),),) * (num_ranks - num_policy)).plan(model)
+    roles = {"policy": range(num_policy), "generation": range(num_policy, num_ranks)}
+    position = join_role(roles, startup_seconds=60)
+    enter_role(position, device=CPU, timeout_seconds=60)
+    link = Link("weights", range(num_ranks), position, timeout_seconds=60)
+    sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=num_policy)
+    table = transfer_table(sources, targets)
+    own = (sources | targets)[rank]
+    tensors = {name: torch.ones(shard.local_shape) for name, shard in own.items()}
+    ways = {
+        "buckets ms": [make_buckets(table, itemsize=4)],
+        "a tensor at a time ms": [[Bucket(move.source, move.target, (move,))] for move in table],
+    }
+    best = dict.fromkeys(ways, float("inf"))
+    for name, parts in ways.items():
+        for _ in range(REPEATS):
+            _barrier(link, rank, num_ranks)
+            began = time.perf_counter()
+            for buckets in parts:
+                move_weights(buckets, tensors, own, link=link, job_rank=rank, dtype=torch.float32)
+            _barrier(link, rank, num_ranks)
+            best[name] = min(best[name], 1e3 * (time.perf_counter() - began))
+    if rank == 0:
+        source = torch.ones(bound_elements(targets))
+        copies = min(_copy_ms(source) for _ in range(REPEATS))
+        row: Row = {"ranks": f"{num_policy} to {num_ranks - num_policy}", "boxes": len(table)}
+        row |= {"MB": source.nbytes / 1e6, **best}
+        results.put(row | {"ratio": best["a tensor at a time ms"] / best["buckets ms"], "copy ms": copies})
+
+
+def _copy_ms(source: torch.Tensor) -> float:
+    target = torch.empty_like(source)
+    began = time.perf_counter()
+    target.copy_(source)
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _barrier(link: Link, rank: int, num_ranks: int) -> None:
+    """Wait for all ranks of a link."""
+    token = torch.zeros(1)
+    for other in range(1, num_ranks):
+        if rank == 0:
+            link.receive(token, other)()
+            link.send(token, other)()
+        elif rank == other:
+            link.send(token, 0)()
+            link.receive(token, 0)()
