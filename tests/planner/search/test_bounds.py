@@ -1,7 +1,7 @@
-"""The lower bound against every possible plan, on problems small enough to list them all."""
+"""The lower bound and the search against all plans of problems that are small enough to list them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,82 +10,183 @@ import pytest
 from tests.planner.search.test_search import MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
-from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
+from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.search import bounds
 from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.shapes import Shape, make_plan, read_options
 
 SMALL = replace(MODEL, num_layers=3)
+SIZES = (1, 2)
+SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble", "interleaved_1f1b")
+
+Groups = tuple[tuple[tuple[Card, ...], ...], ...]
+"""Stages of a pipeline, their replicas, their cards."""
 
 
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All partitions of the items into unordered groups."""
-    if not items:
-        yield []
-        return
-    for rest in partitions(items[1:]):
-        yield [[items[0]], *rest]
-        for i, group in enumerate(rest):
-            yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
+def few_cards(memory: float, network: float, num_layers: int = 2):
+    """One fast card, two slow ones on one node."""
+    types = {"Fast": card(1 / 8 + memory, speed=2.5), "Slow": card(1 / 8 + memory)}
+    nodes = tuple(
+        NodeGroup(
+            name=name.lower(),
+            device=name,
+            devices=number,
+            link=Link(bandwidth=1e10),
+            network=Link(bandwidth=network, latency=1e-5),
+        )
+        for name, number in (("Fast", 1), ("Slow", 2))
+    )
+    return problem(
+        Cluster(name="few", nodes=nodes, device_types=types),
+        model=replace(MODEL, num_layers=num_layers),
+        global_batch_size=4,
+        bucket_size=10**9,
+    )
 
 
-def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    for cuts in itertools.combinations(range(1, total), parts - 1):
-        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
+def every_pipelines(cards: Sequence[Card]) -> Iterator[tuple[Groups, ...]]:
+    """Up to two pipelines of some of the cards, in any order, once for each order of their types."""
+    seen: set[object] = set()
+    for count in range(1, len(cards) + 1):
+        for own in itertools.permutations(cards, count):
+            for borders in itertools.product((0, 1, 2, 3), repeat=count - 1):
+                # After a card: another stage, replica or card of the group, or another pipeline.
+                made: list[list[list[list[Card]]]] = [[[[own[0]]]]]
+                for one, border in zip(own[1:], borders, strict=True):
+                    target = [[made[-1][-1][-1], one], [made[-1][-1], [one]], [made[-1], [[one]]]]
+                    if border == 3:
+                        made.append([[[one]]])
+                    else:
+                        target[border][0].append(target[border][1])
+                groups = tuple(tuple(tuple(map(tuple, stage)) for stage in row) for row in made)
+                kinds = tuple(
+                    tuple(tuple(tuple(c.type for c in r) for r in s) for s in row) for row in groups
+                )
+                alike = all(len({c for r in s for c in r}) == 1 for row in kinds for s in row)
+                even = all(len({len(r) for r in s}) == 1 for row in kinds for s in row)
+                if alike and even and len(groups) < 3 and kinds not in seen:
+                    seen.add(kinds)
+                    yield groups
 
 
-def stage_lists(ranks: list[int], cards: list[Card], num_layers: int) -> Iterator[tuple[StagePlan, ...]]:
-    """Every pipeline over exactly these cards: any order, any cut; two cards of a node also as one
-    tensor-parallel stage."""
-    for order in itertools.permutations(ranks):
-        ways: list[list[tuple[int, ...]]] = [[(rank,) for rank in order]]
-        if len(order) == 2 and cards[order[0]].node == cards[order[1]].node:
-            ways.append([tuple(order)])
-        for replicas in ways:
-            last = len(replicas) - 1
-            for cut in itertools.combinations_with_replacement(range(num_layers + 1), last):
-                ends = (0, *cut, num_layers)
-                yield tuple(
+def every_plan(costs: Costs) -> Iterator[Plan]:
+    """All plans of at most two pipelines, without offload: schedules, cards, cuts, sizes, shares; full or no
+    recompute and 1F1B's own or a deeper warm-up, the same everywhere."""
+    given = costs.problem
+    num_layers, batch = given.model.num_layers, given.global_batch_size
+    for row in every_pipelines(given.cluster.cards):
+        cuts = [
+            [
+                [b - a for a, b in itertools.pairwise([0, *borders, num_layers])]
+                for borders in itertools.combinations_with_replacement(range(num_layers + 1), len(own) - 1)
+            ]
+            for own in row
+        ]
+        shares = [(batch,)] if len(row) == 1 else [(n, batch - n) for n in range(1, batch)]
+        ways = itertools.product(itertools.product(*cuts), shares, SIZES, ("none", "full"), (0, 2))
+        for layers, share, size, recompute, deeper in ways:
+            if any(n % size for n in share):
+                continue
+            for schedule in SCHEDULES:
+                if deeper and (schedule != "1f1b" or any(len(s) > 1 for own in row for s in own)):
+                    continue
+                if schedule == "interleaved_1f1b" and any(len(s) > 1 for own in row for s in own):
+                    continue
+                yield plan_of(costs, row, layers, share, size, recompute, deeper, schedule)
+
+
+def plan_of(
+    costs: Costs,
+    row: tuple[Groups, ...],
+    layers: Sequence[list[int]],
+    shares: Sequence[int],
+    size: int,
+    recompute: Recompute,
+    deeper: int,
+    schedule: ScheduleName,
+) -> Plan:
+    given = costs.problem
+    used = [c for c in given.cluster.cards if any(c in r for own in row for s in own for r in s)]
+    rank = {c: i for i, c in enumerate(used)}
+    chunks = 2 if schedule == "interleaved_1f1b" else 1
+    pipelines: list[PipelinePlan] = []
+    for own, counts, share in zip(row, layers, shares, strict=True):
+        parts = [n // chunks + (chunk < n % chunks) for chunk in range(chunks) for n in counts]
+        ends = [0, *itertools.accumulate(parts)]
+        stages = own * chunks
+        pipelines.append(
+            PipelinePlan(
+                micro_batch_size=size,
+                num_micro_batches=share // size,
+                stages=tuple(
                     StagePlan(
-                        replicas=(replica,),
+                        replicas=tuple(tuple(rank[c] for c in replica) for replica in group),
                         layers=(ends[s], ends[s + 1]),
                         embedding=s == 0,
-                        head=s == last,
+                        head=s == len(stages) - 1,
+                        recompute=recompute if parts[s] else "none",
+                        in_flight=len(stages) - s + deeper if deeper else None,
                     )
-                    for s, replica in enumerate(replicas)
-                )
+                    for s, group in enumerate(stages)
+                ),
+            )
+        )
+    return Plan(
+        cluster=given.cluster.name,
+        model=given.model,
+        sequence_length=given.sequence_length,
+        global_batch_size=given.global_batch_size,
+        schedule=schedule,
+        optimizer_sharding=True,
+        ranks=tuple(RankPlan(rank=i, device=c.name, type=c.type) for c, i in rank.items()),
+        pipelines=tuple(pipelines),
+        device_types=uncatalogued_types(given.cluster, {c.type for c in used}),
+    )
 
 
-def every_plan(cards: list[Card], batch: int, num_layers: int) -> Iterator[Plan]:
-    for count in range(1, len(cards) + 1):
-        for used in itertools.combinations(range(len(cards)), count):
-            working = [cards[i] for i in used]
-            ranks = tuple(RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(working))
-            for groups in partitions(list(range(count))):
-                if len(groups) > batch:
-                    continue
-                lists = [list(stage_lists(group, working, num_layers)) for group in groups]
-                for stages, split in itertools.product(itertools.product(*lists), shares(batch, len(groups))):
-                    yield Plan(
-                        model=SMALL,
-                        sequence_length=256,
-                        global_batch_size=batch,
-                        schedule="1f1b",
-                        optimizer_sharding=count > 1,
-                        ranks=ranks,
-                        pipelines=tuple(
-                            PipelinePlan(micro_batch_size=1, num_micro_batches=n, stages=own)
-                            for n, own in zip(split, stages, strict=True)
-                        ),
-                    )
+def fastest(costs: Costs) -> dict[ScheduleName, float]:
+    """The shortest step of all plans that are lawful and fit, by schedule."""
+    least: dict[ScheduleName, float] = dict.fromkeys(SCHEDULES, float("inf"))
+    for plan in every_plan(costs):
+        if not any(True for _ in validate_plan(plan)):
+            cost = cost_plan(costs, plan)
+            if cost.fits:
+                least[plan.schedule] = min(least[plan.schedule], cost.step_seconds)
+    return least
+
+
+def bound_of(costs: Costs, *schedules: ScheduleName) -> float:
+    given = costs.problem
+    search = SearchConfig(tensor=(1, 2), micro_batch_size=SIZES, schedule=schedules)
+    options = read_options(search, micro_batch_size=1, model=given.model)
+    return lower_bound(costs, given.cluster.cards, options).seconds
+
+
+@pytest.mark.parametrize(("memory", "network"), [(4.0, 1e7), (0.02, 1e9)])
+def test_no_plan_of_few_cards_is_faster_than_the_bound_of_its_schedule(memory: float, network: float):
+    costs = make_costs(few_cards(memory, network))
+    least = fastest(costs)
+    for name, seconds in least.items():
+        assert bound_of(costs, name) <= seconds * (1 + 1e-9)
+    assert bound_of(costs, *SCHEDULES) > 0.3 * min(least.values())
+
+
+def test_a_bound_of_slower_units_is_undercut(monkeypatch: pytest.MonkeyPatch):
+    """The same check with thrice the seconds of every unit: there are plans fast enough to refute that."""
+    costs = make_costs(few_cards(4.0, 1e9))
+    least = fastest(costs)["1f1b"]
+    assert bound_of(costs, "1f1b") <= least
+    monkeypatch.setattr(bounds, "_seconds", lambda unit: 3 * (unit.forward_seconds + unit.backward_seconds))
+    assert bound_of(costs, "1f1b") > least
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_plan_takes_less_than_the_bound(seed):
+def test_the_search_comes_close_to_the_best_of_all_plans(seed):
     """Pipelines with unequal shares of the batch, two widths, idle cards, sharded optimizer state."""
     rng = np.random.default_rng(seed)
     fast, slow = [(1, 1), (2, 1), (1, 2)][seed % 3]
@@ -95,18 +196,9 @@ def test_no_plan_takes_less_than_the_bound(seed):
         model=SMALL,
         global_batch_size=int(rng.integers(2, 4)),
     )
-    costs = make_costs(given_problem)
-    lowest = np.inf
-    for plan in every_plan(
-        list(given_problem.cluster.cards), given_problem.global_batch_size, SMALL.num_layers
-    ):
-        if list(validate_plan(plan)):
-            continue
-        cost = cost_plan(costs, plan)
-        if cost.fits:
-            lowest = min(lowest, cost.step_seconds)
+    lowest = fastest(make_costs(given_problem))["1f1b"]
     try:
-        result = find(given_problem, tensor=(1, 2), replicas=(1,), recompute=("none",))
+        result = find(given_problem, SIZES, tensor=(1, 2))
     except NoPlanFits:
         assert lowest == np.inf
         return
@@ -115,6 +207,17 @@ def test_no_plan_takes_less_than_the_bound(seed):
     assert result.best.step_seconds <= lowest * 1.05
     if result.exact:
         assert result.best.step_seconds <= lowest * (1 + 1e-7)
+
+
+def test_filling_counts_where_memory_makes_pipelines_deep():
+    """Cards that hold one layer or two: later ones wait for the first. Split backwards and workers of several
+    stages wait less."""
+    roomy, tight = (make_costs(few_cards(memory, 1e9, num_layers=6)) for memory in (4.0, 0.005))
+    assert bound_of(roomy, "1f1b") == pytest.approx(bound_of(roomy, "interleaved_1f1b"), rel=1e-5)
+    plain, split, several = (bound_of(tight, name) for name in SCHEDULES)
+    assert plain > split > several > 0
+    # A card that holds no layer holds no model.
+    assert bound_of(make_costs(few_cards(0.001, 1e9)), "1f1b") == float("inf")
 
 
 @pytest.mark.parametrize(
