@@ -21,7 +21,7 @@ from tools.bench.harness import MISSED, Row, case
 from tools.testbed.run import with_random_data
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.dump import dump, write_text
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
