@@ -179,7 +179,7 @@ def _find_answer(
 ) -> Answer:
     """The figures that a person asks for; where cards lack bf16, plans in the other precision as well."""
     from yuan_train.planner.report.answer import find_answer
-    from yuan_train.planner.search.precisions import other_precision
+    from yuan_train.planner.search.what_if import other_precision
 
     other = None
     if not arguments.emit and not arguments.largest:

@@ -24,8 +24,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.expert_costs import divides_alike
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.half_layers import move_halves
-from yuan_train.planner.search.local import descend
+from yuan_train.planner.search.local import descend, move_halves
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options
 

@@ -17,9 +17,8 @@ from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.native.evaluator import Evaluator
 from yuan_train.planner.search.candidate import Candidate, first_shape
-from yuan_train.planner.search.search_result import passed_over
 from yuan_train.planner.search.shapes import read_options
-from yuan_train.planner.search.simplicity import NAMES, burdens, prefer_simple, simplicity_note
+from yuan_train.planner.search.simplicity import NAMES, burdens, passed_over, prefer_simple, simplicity_note
 
 
 def test_a_warm_up_that_gains_little_is_left_out_and_one_that_gains_more_is_not() -> None:

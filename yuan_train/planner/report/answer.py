@@ -9,8 +9,8 @@ from typing import Any
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.stage_cost import StageCost
-from yuan_train.planner.search.precisions import OtherPrecision
 from yuan_train.planner.search.search_result import SearchResult
+from yuan_train.planner.search.what_if import OtherPrecision
 
 BILLION = 1e9
 

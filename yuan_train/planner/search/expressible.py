@@ -1,18 +1,11 @@
-"""The search for plans that megatron-core has words for: one width, one backend, pipelines alike."""
+"""What the search keys, the constraints of plans and the engine that runs them ask of a plan."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-
-from yuan_train.config.cluster import Card
 from yuan_train.config.express import is_expressible
 from yuan_train.config.plan import Plan, divides_experts, unlike_owners
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.planner.search.shapes import Options, Shape, list_shapes
-
-MOST_LEFT_OUT = 4
-"""Types of cards up to which plans are also searched without some of them."""
+from yuan_train.planner.search.shapes import Options
 
 
 def is_wanted(plan: Plan, options: Options) -> bool:
@@ -45,19 +38,3 @@ def _keeps_keys(plan: Plan, options: Options) -> bool:
 def _has_pages(plan: Plan) -> bool:
     """Whether layers are pages of a host, with which no state is sharded."""
     return any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
-
-
-def wanted_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: int) -> Iterator[Shape]:
-    """Every shape that the options allow; for megatron-core of one width, and without some types of cards
-    too: these may have another backend, or no place at this width."""
-    if not options.expressible:
-        yield from list_shapes(cards, options, global_batch_size=global_batch_size)
-        return
-    types = list(dict.fromkeys(card.type for card in cards))
-    all_of_them = options.use_all_devices or len(types) > MOST_LEFT_OUT
-    for count in range(len(types), len(types) - 1 if all_of_them else 0, -1):
-        for some in itertools.combinations(types, count):
-            own = [card for card in cards if card.type in some]
-            for shape in list_shapes(own, options, global_batch_size=global_batch_size):
-                if len({len(replica) for slot in shape.slots for group in slot for replica in group}) == 1:
-                    yield shape

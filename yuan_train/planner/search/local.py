@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from yuan_train.config.cluster import Card
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
@@ -29,6 +30,8 @@ MOST_WORK = 200_000
 """Of a search, at normal effort: for each plan that is priced its stages times `STAGE_WORK` and the
 micro-batches of these, which is about what it takes."""
 STAGE_WORK = 40
+NUM_SHIFTED = 4
+"""Of the fastest plans, whose borders are shifted by half a layer."""
 
 Moves = Callable[[Plan], Iterator[Plan]]
 
@@ -80,6 +83,24 @@ def improve_candidate(
     """`descend`, from a candidate to one."""
     plan, cost = descend(costs, known.plan, known.cost, moves, options, stopped)
     return Candidate(plan=plan, cost=cost, shape=replace(known.shape, schedule=plan.schedule))
+
+
+def half_layer_plans(
+    costs: Costs,
+    cards: Sequence[Card],
+    options: Options,
+    known: Sequence[Candidate],
+    stopped: Callable[[], bool],
+) -> list[Candidate]:
+    """The fastest known plans with borders between attention and feed-forward; none unless those are asked
+    for.
+
+    Stages of a whole-layer plan are up to a layer away from the best cut; a border in the middle of a layer
+    halves that. With experts the halves are unlike: attention needs compute, experts memory.
+    """
+    if not options.half_layers:
+        return []
+    return [improve_candidate(costs, one, move_halves, options, stopped) for one in known[:NUM_SHIFTED]]
 
 
 # --- moves -----------------------------------------------------------------------------------------------
@@ -154,6 +175,19 @@ def shift_borders(plan: Plan, group: Sequence[int], shifts: dict[int, float]) ->
     layers = list(itertools.pairwise([*borders, stages[-1].layers[1]]))
     if all(end - first >= min(0.5, s.num_layers) for s, (first, end) in zip(stages, layers, strict=True)):
         yield _with_stages(plan, group, {s: {"layers": own} for s, own in enumerate(layers)})
+
+
+def move_halves(plan: Plan) -> Iterator[Plan]:
+    """The plan with one border, or two, of pipelines that are alike half a layer further down or up, or with
+    other depths."""
+    for group in alike_pipelines(plan):
+        borders = range(1, len(plan.pipelines[group[0]].stages))
+        for shifted in itertools.chain(
+            itertools.combinations(borders, 1), itertools.combinations(borders, 2)
+        ):
+            for by in itertools.product((-0.5, 0.5), repeat=len(shifted)):
+                yield from shift_borders(plan, group, dict(zip(shifted, by, strict=True)))
+    yield from move_depths(plan)
 
 
 def alike_pipelines(plan: Plan) -> list[list[int]]:

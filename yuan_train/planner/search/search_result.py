@@ -12,7 +12,6 @@ from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import Bound
 from yuan_train.planner.search.candidate import Candidate
-from yuan_train.planner.search.finalists import WORTH_LEAVING, beside_cards
 
 NUM_RUNNERS_UP = 4
 
@@ -129,22 +128,6 @@ def _link_notes(costs: Costs, cost: PlanCost) -> list[str]:
         f"links {of}: {unknown} not measured, taken as the cluster file states them": unknown,
     }
     return [text for text, number in words.items() if number]
-
-
-def passed_over(best: Candidate, faster: Candidate | None) -> tuple[str, ...]:
-    """What a plan gains that was not chosen for what it uses beside the cards, and the key that allows it."""
-    if faster is None:
-        return ()
-    gain = f"{best.step_seconds / faster.step_seconds - 1:.1%}"
-    if gain == f"{0:.1%}":
-        return ()
-    level = beside_cards(faster.plan)
-    tiers = ("optimizer", "activations", "parameters", "disk")[: level if level < 3 else 4]
-    return (
-        f"{gain} faster with more beside the cards, which has not run on CUDA (docs/ran_on.md) and is "
-        f"chosen only where it is needed or gains {WORTH_LEAVING:.0%}; search.offload: "
-        f"[{', '.join(tiers)}] takes it",
-    )
 
 
 def _width_note(stage: StageCost) -> str:

@@ -38,6 +38,9 @@ MAX_MIXES, MAX_MIXES_OF_THOUSANDS, THOUSANDS = 256, 64, 2048
 """Most ways to give each type of card a width or a number of replicas, and the same for more than THOUSANDS
 cards; if there are more ways, only equal values and single exceptions are tried."""
 
+MOST_LEFT_OUT = 4
+"""Types of cards up to which plans for megatron-core are also searched without some of them."""
+
 EFFORTS: dict[Effort, float] = {"quick": 1 / 3, "normal": 1.0, "thorough": 10.0}
 
 T = TypeVar("T")
@@ -74,7 +77,7 @@ class Options:
     offload: bool
     """Whether a stage's optimizer state may lie on the host."""
     keeps_to_cards: bool = False
-    """Whether what plans use beside the cards must gain `finalists.WORTH_LEAVING`: `search.offload` is not
+    """Whether what plans use beside the cards must gain `simplicity.WORTH_LEAVING`: `search.offload` is not
     given."""
     expressible: bool = False
     """Only plans that megatron-core has words for."""
@@ -224,6 +227,22 @@ def groups_of(cards: Sequence[Card], width: int) -> Iterator[tuple[Card, ...]]:
 
 
 # --- assigning cards -------------------------------------------------------------------------------------
+
+
+def wanted_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: int) -> Iterator[Shape]:
+    """Every shape that the options allow; for megatron-core of one width, and without some types of cards
+    too: these may have another backend, or no place at this width."""
+    if not options.expressible:
+        yield from list_shapes(cards, options, global_batch_size=global_batch_size)
+        return
+    types = list(dict.fromkeys(card.type for card in cards))
+    all_of_them = options.use_all_devices or len(types) > MOST_LEFT_OUT
+    for count in range(len(types), len(types) - 1 if all_of_them else 0, -1):
+        for some in itertools.combinations(types, count):
+            own = [card for card in cards if card.type in some]
+            for shape in list_shapes(own, options, global_batch_size=global_batch_size):
+                if len({len(replica) for slot in shape.slots for group in slot for replica in group}) == 1:
+                    yield shape
 
 
 def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: int) -> Iterator[Shape]:

@@ -1,4 +1,4 @@
-"""The simplest of the plans that are nearly as fast as the fastest.
+"""Which of nearly equal plans is taken: what is beside the cards must pay, and of near ties the simplest is.
 
 A part of a percent is less than what forecasts err by, and what a plan has more of is what goes wrong first.
 """
@@ -12,10 +12,13 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.candidate import Candidate
+from yuan_train.planner.search.candidate import Candidate, beside_cards
 from yuan_train.planner.search.expressible import is_wanted
 from yuan_train.planner.search.shapes import Options
 
+WORTH_LEAVING = 0.03
+"""What a plan must gain by default to use what has not run on CUDA yet (docs/ran_on.md): copies to hosts and
+disks, and steps there."""
 NAMES = (
     "kinds of pipelines",
     "stages that pass on alone",
@@ -27,6 +30,21 @@ NAMES = (
     "cards",
 )
 """What plans are compared by, the first that differs."""
+
+
+def keep_to_cards(ranked: Sequence[Candidate]) -> tuple[list[Candidate], Candidate | None]:
+    """The plans without those that gain less than WORTH_LEAVING by what they use beside the cards, so that
+    the fastest of the rest comes first; and the fastest plan, if it is not that one."""
+    firsts: dict[int, Candidate] = {}
+    for candidate in ranked:
+        firsts.setdefault(beside_cards(candidate.plan), candidate)
+    most = 0
+    for level in sorted(firsts):
+        seconds = firsts[level].step_seconds
+        if most not in firsts or seconds * (1 + WORTH_LEAVING) <= firsts[most].step_seconds:
+            most = level
+    kept = [candidate for candidate in ranked if beside_cards(candidate.plan) <= most]
+    return kept, None if not ranked or kept[0] is ranked[0] else ranked[0]
 
 
 def burdens(plan: Plan) -> tuple[int, ...]:
@@ -102,5 +120,23 @@ def simplicity_note(best: Candidate, fastest: Candidate) -> tuple[str, ...]:
         return ()
     pairs = zip(NAMES, burdens(fastest.plan), burdens(best.plan), strict=True)
     more = (f"{name} {theirs} instead of {own}" for name, theirs, own in pairs if theirs > own)
-    gain = best.step_seconds / fastest.step_seconds - 1
-    return (f"{gain:.2%} faster with {', '.join(more)}; search.simplicity: 0 takes it",)
+    gain = f"{best.step_seconds / fastest.step_seconds - 1:.2%}"
+    if gain == f"{0:.2%}":
+        return ()
+    return (f"{gain} faster with {', '.join(more)}; search.simplicity: 0 takes it",)
+
+
+def passed_over(best: Candidate, faster: Candidate | None) -> tuple[str, ...]:
+    """What a plan gains that was not chosen for what it uses beside the cards, and the key that allows it."""
+    if faster is None:
+        return ()
+    gain = f"{best.step_seconds / faster.step_seconds - 1:.1%}"
+    if gain == f"{0:.1%}":
+        return ()
+    level = beside_cards(faster.plan)
+    tiers = ("optimizer", "activations", "parameters", "disk")[: level if level < 3 else 4]
+    return (
+        f"{gain} faster with more beside the cards, which has not run on CUDA (docs/ran_on.md) and is "
+        f"chosen only where it is needed or gains {WORTH_LEAVING:.0%}; search.offload: "
+        f"[{', '.join(tiers)}] takes it",
+    )

@@ -3,19 +3,20 @@
 `explain_plan` changes the cluster or the run a little and says what gains; every answer is a plan, none a
 rule of thumb. `rent_plan` leaves nodes out, one after the other: from the whole cluster on, each round leaves
 out one node of each kind that is left, or all of a kind, and goes on from the rest whose plan trains most
-tokens for its price. `find_largest` asks for more layers.
+tokens for its price. `find_largest` asks for more layers, `other_precision` for fp16 or bf16.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
-from yuan_train.config.devices import GIB
-from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
+from yuan_train.config.devices import GIB, Precision
+from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped, YuanError
 from yuan_train.config.run import SearchConfig, check_prices
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.search.search import search_plan
@@ -354,3 +355,36 @@ def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size
 
 def _with_layers(problem: PlanProblem, num_layers: int) -> PlanProblem:
     return replace(problem, model=replace(problem.model, num_layers=num_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherPrecision:
+    """The fastest plan in the precision that the run does not have."""
+
+    precision: Precision
+    fp16_only: Mapping[str, int]
+    """Cards without units for bf16, by type."""
+    tokens_per_second: float | None
+    """None if there is no such plan."""
+    refusal: str
+    """Why there is none; else empty."""
+
+
+def other_precision(
+    problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int
+) -> OtherPrecision | None:
+    """Plan again in fp16 for bf16, or in bf16 for fp16; None where all cards are alike in that."""
+    types = Counter(card.type for card in problem.cluster.cards)
+    kinds = {name: problem.cluster.device_type(name) for name in types}
+    fp16_only = {name: types[name] for name, kind in kinds.items() if kind.bf16 is None and kind.fp16}
+    some_have_bf16 = any(kind.bf16 is not None for kind in kinds.values())
+    if problem.precision not in ("bf16", "fp16") or not fp16_only or not some_have_bf16:
+        return None
+    precision: Precision = "fp16" if problem.precision == "bf16" else "bf16"
+    speed, refusal = None, ""
+    try:
+        found = search_plan(replace(problem, precision=precision), search, micro_batch_size=micro_batch_size)
+        speed = problem.global_batch_size * problem.sequence_length / found.best.step_seconds
+    except YuanError as error:
+        refusal = str(error).partition("\n")[0]
+    return OtherPrecision(precision=precision, fp16_only=fp16_only, tokens_per_second=speed, refusal=refusal)
