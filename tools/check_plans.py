@@ -23,7 +23,7 @@ from yuan_train.config.cluster import Cluster, Disk, Host, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.model import LoraConfig, ModelConfig, validate_model
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.plan_constraints import load_plan, save_plan, validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
@@ -31,8 +31,9 @@ from yuan_train.planner.costs.unit_costs import logit_rows
 from yuan_train.planner.costs.workload import STATE_BYTES, has_flash, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import search_plan
-from yuan_train.schedule.check import check_schedule, peak_in_flight
+from yuan_train.schedule.check import check_schedule
 from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import RankProgram, Schedule
 
 TIME_LIMIT = 0.25
 """Of each search, which tries less for it; by a clock that stands still, so that none is ended by it."""
@@ -237,15 +238,15 @@ def _key_faults(problem: PlanProblem, search: SearchConfig, plan: Plan) -> Itera
         yield f"search.use_all_devices: {sorted(set(cards) - used)} are idle"
     if search.device_order == "fixed":
         for pipeline in plan.pipelines:
-            order = [
-                cards.index(plan.ranks[rank].device) for stage in pipeline.stages for rank in stage.ranks
-            ]
-            if len(set(order)) == len(order) and order != sorted(order):
-                yield f"search.device_order: fixed, and stages are on cards {order}"
+            firsts = [cards.index(plan.ranks[stage.ranks[0]].device) for stage in pipeline.stages]
+            if len(set(firsts)) == len(firsts) and firsts != sorted(firsts):
+                yield f"search.device_order: fixed, and stages are on cards {firsts}"
     if not search.half_layers and plan.divided_layers:
         yield f"search.half_layers: false, and layers {sorted(plan.divided_layers)} are divided"
     tiers = {
-        "optimizer": any(stage.optimizer_offload for stage in stages),
+        # What is not in pages is beside them.
+        "optimizer": any(stage.optimizer_offload for stage in stages)
+        and not any(stage.parameter_offload for stage in stages),
         "activations": any(stage.activation_offload for stage in stages),
         "parameters": any(stage.parameter_offload for stage in stages),
         "disk": any(stage.optimizer_disk for stage in stages),
@@ -265,28 +266,36 @@ def least_bytes(problem: PlanProblem, plan: Plan) -> list[float]:
             owned[layer] += stage.optimizer_share * len(stage.replicas)
     needed = [float(problem.cluster.device_type(entry.type).reserved) for entry in plan.ranks]
     for pipeline in plan.pipelines:
-        schedule = _schedule_of(plan, pipeline)
-        for s, stage in enumerate(pipeline.stages):
-            for worker, replica in zip(pipeline.workers[s], stage.replicas, strict=True):
-                in_flight = peak_in_flight(schedule[worker], s)
-                for rank in replica:
-                    needed[rank] += _stage_bytes(problem, plan, pipeline, stage, rank, in_flight, owned)
+        for worker, program in enumerate(_schedule_of(plan, pipeline)):
+            held = [s for s, workers in enumerate(pipeline.workers) if worker in workers]
+            for rank in pipeline.worker_replicas[worker]:
+                bytes_of = {s: _stage_bytes(problem, plan, pipeline, s, rank, owned) for s in held}
+                needed[rank] += sum(states for states, _ in bytes_of.values())
+                needed[rank] += _peak(program, {s: kept for s, (_, kept) in bytes_of.items()})
     return needed
 
 
+def _peak(program: RankProgram, kept: dict[int, float]) -> float:
+    """The most that a worker's micro-batches in flight keep, of so many bytes each in each stage."""
+    ends = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
+    held = most = 0.0
+    for step in program:
+        if step.kind == "forward":
+            held += kept[step.stage]
+            most = max(most, held)
+        elif step.kind == ends:
+            held -= kept[step.stage]
+    return most
+
+
 def _stage_bytes(
-    problem: PlanProblem,
-    plan: Plan,
-    pipeline: PipelinePlan,
-    stage: StagePlan,
-    rank: int,
-    in_flight: int,
-    owned: dict[int, float],
-) -> float:
-    """A stage's part of `least_bytes` on one of its cards; of layers only the whole ones."""
+    problem: PlanProblem, plan: Plan, pipeline: PipelinePlan, s: int, rank: int, owned: dict[int, float]
+) -> tuple[float, float]:
+    """(states, what a micro-batch keeps) of a stage on one of its cards, of whole layers alone."""
+    stage = pipeline.stages[s]
     device, width = problem.cluster.device_type(plan.ranks[rank].type), len(stage.replicas[0])
     if stage.parameter_offload or (plan.model.num_experts and width > 1):
-        return 0.0
+        return 0.0, 0.0
     work = model_work(
         plan.model,
         sequence_length=plan.sequence_length,
@@ -298,20 +307,19 @@ def _stage_bytes(
     )
     state, layer = STATE_BYTES[problem.precision], work.layer
     layers = range(math.ceil(stage.layers[0]), math.floor(stage.layers[1]))
-    kept = state.parameters * layer.parameters + state.gradients * layer.trained
     copies = 2 if problem.critic else 1
-    total = copies * kept * len(layers)
+    states = (state.parameters * layer.parameters + state.gradients * layer.trained) * len(layers)
     for number in layers:
         share = stage.optimizer_share / owned[number] if plan.optimizer_sharding else 1.0
-        total += (1 - stage.optimizer_offload) * share * copies * state.optimizer * layer.trained
-    if not stage.activation_offload:
-        recomputed = min(stage.num_recomputed, len(layers))
-        total += in_flight * recomputed * layer.kept_bytes(stage.recompute)
-        total += in_flight * (len(layers) - recomputed) * layer.activation_bytes
-    return total
+        states += (1 - stage.optimizer_offload) * share * state.optimizer * layer.trained
+    if stage.activation_offload:
+        return copies * states, 0.0
+    recomputed = min(stage.num_recomputed, len(layers))
+    kept = recomputed * layer.kept_bytes(stage.recompute)
+    return copies * states, kept + (len(layers) - recomputed) * layer.activation_bytes
 
 
-def _schedule_of(plan: Plan, pipeline: PipelinePlan):
+def _schedule_of(plan: Plan, pipeline: PipelinePlan) -> Schedule:
     return make_schedule(
         plan.schedule,
         num_micro_batches=pipeline.num_micro_batches,

@@ -24,7 +24,7 @@ from yuan_train.config.plan import (
 )
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
-from yuan_train.planner.costs.critic import value_model, with_critic
+from yuan_train.planner.costs.critic import value_model, with_critic, without_critic
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
 from yuan_train.planner.costs.links import allreduce_seconds
@@ -216,8 +216,8 @@ class Costs:
             problem = self.problem
             whole = self.of(type_name, micro_batch_size, recompute)
             bare = bare_profile(problem.profile) if whole.source == "measured" else None
-            self.groups[key] = expert_card_costs(
-                whole,
+            found = expert_card_costs(
+                replace(whole, units=tuple(map(without_critic, whole.units))),
                 None if bare is None else self._look_up(type_name, micro_batch_size, recompute, 1, bare),
                 problem.model,
                 experts,
@@ -227,6 +227,11 @@ class Costs:
                 recompute=recompute,
                 device=problem.cluster.device_type(type_name),
             )
+            head = whole.units[-1].critic
+            if head is not None:
+                critics = found.with_head(head).units
+                found = replace(found, units=tuple(map(with_critic, found.units, critics)))
+            self.groups[key] = found
         return self.groups[key]
 
     def of_stage(self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan) -> StageUnits:

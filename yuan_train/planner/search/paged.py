@@ -91,7 +91,10 @@ def paged_plans(
         if best is not None and best.cost is not None and best.cost.step_seconds < limit_seconds:
             slots = tuple((((card,),),) for card in order)
             shape = Shape(schedule="1f1b", micro_batch_size=size, num_micro_batches=count, slots=slots)
-            found.append(Candidate(plan=best.plan, cost=best.cost, shape=shape))
+            stages = best.plan.pipelines[0].stages
+            # Without pages it is another search's, which asks what hosts may hold.
+            if any(stage.parameter_offload for stage in stages):
+                found.append(Candidate(plan=best.plan, cost=best.cost, shape=shape))
     return found
 
 
