@@ -31,6 +31,12 @@ def test_the_way_of_an_rl_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["plan", *given, *out, *bf16, "search.modes=[async]"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kind"], found["mode"], found["placement"]) == ("rl", "async", "apart")
+    assert main(["plan", *given, *bf16, "search.modes=[async]", "train.steps=7"]) == 0
+    first, second, third, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("not measured") and f"measure: yuan-train profile --config {run}" in first
+    assert second.startswith("the run takes ") and "(7 steps; a step of " in second
+    assert third.startswith("memory: ") and " left on the fullest card (" in third
+    assert rest[0].startswith("next: yuan-train plan ") and rest[1].startswith("RL plan: async")
     assert load_rl_plan(plan).staleness == 1 and found["splits_priced"] <= found["splits"]
     assert main(["simulate", "--plan", str(plan), "--trace", str(tmp_path / "t.json"), "--json"]) == 0
     played = json.loads(capsys.readouterr().out)

@@ -27,7 +27,7 @@ def test_the_schemas_take_the_files_of_configs_and_no_unknown_key(kind: str) -> 
     documents = [read_document(path) for path in sorted(folder.glob("*.yaml"))]
     if kind in ("run", "rl"):
         documents = [d for d in documents if ("algorithm" in d.value) == (kind == "rl")]
-    assert documents or kind == "plan"
+    assert documents or kind in ("plan", "rl_plan")
     for document in documents:
         faults = [f"{fault.json_path}: {fault.message}" for fault in validator.iter_errors(document.value)]
         assert faults == [], document.name
@@ -47,6 +47,13 @@ def test_a_quantity_without_a_unit_is_refused_by_the_schema() -> None:
 def test_keys_that_are_words_of_python_are_told_as_they_are_written() -> None:
     assert "links[].from" in {key.path for key in file_keys("cluster")}
     assert "from" in file_schema("cluster")["$defs"]["DedicatedLink"]["required"]
+
+
+def test_keys_of_plans_of_reinforcement_learning_name_those_of_plans_once(capsys) -> None:
+    keys = {key.path: key for key in file_keys("rl_plan")}
+    assert keys["roles.generation.plan"].type == "keys of plans" and "roles.policy.plan.ranks" not in keys
+    assert main(["keys", "plan", "roles"]) == 2
+    assert "`yuan-train keys rl_plan roles` has some" in capsys.readouterr().err
 
 
 def test_a_default_and_a_unit_are_told_as_in_files() -> None:

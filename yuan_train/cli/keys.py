@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from yuan_train.report.keys import Key
 
 _DESCRIPTION = """\
-Prints the keys of a kind of file: run, cluster, model, rl or plan. A prefix prints those that begin with it,
-or have a part that does: `yuan-train keys run optimizer`, `yuan-train keys learning_rate`.
+Prints the keys of a kind of file: run, cluster, model, rl, plan or rl_plan. A prefix prints those that
+begin with it, or have a part that does: `yuan-train keys run optimizer`, `yuan-train keys learning_rate`.
 
 --schema prints a JSON schema. Editors complete and explain the keys of a file whose first line names it:
 # yaml-language-server: $schema=run.schema.json
@@ -33,7 +33,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "what",
         nargs="*",
         metavar="KIND PREFIX",
-        help="run, cluster, model, rl or plan, and the beginning of a key; without a kind, of all of them",
+        help="run, cluster, model, rl, plan or rl_plan, and the beginning of a key; without a kind, of all",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")

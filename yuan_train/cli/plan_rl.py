@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ def plan_roles(arguments: argparse.Namespace) -> int:
     from yuan_train.config.rl import load_rl
     from yuan_train.config.rl_plan import save_rl_plan
     from yuan_train.planner.report.roles_page import roles_html
-    from yuan_train.planner.report.roles_text import roles_json, roles_table
+    from yuan_train.planner.report.roles_text import roles_answer, roles_json, roles_table
     from yuan_train.planner.roles.plan import make_rl_plan, roles_problem
     from yuan_train.planner.roles.search import search_roles
 
@@ -41,7 +42,18 @@ def plan_roles(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(roles_json(result, plan, path=arguments.out)))
         return 0
-    print(roles_table(result, problem, plan))
+    config = f"--config {shlex.quote(arguments.config)}"
+    given = f"{config} --cluster {shlex.quote(arguments.cluster)}"
+    following = f"yuan-train launch {config} --plan {shlex.quote(arguments.out)}" if arguments.out else None
+    answer = roles_answer(
+        result,
+        problem,
+        plan,
+        num_steps=run.train.steps,
+        measure=f"yuan-train profile {given} --out profile.json (on each node; then plan with --profile)",
+        next_command=following or f"yuan-train plan {given} --out plan.yaml",
+    )
+    print(roles_table(result, problem, plan, answer=answer))
     for path in (arguments.out, arguments.report):
         if path:
             print(f"written: {path}", file=sys.stderr)

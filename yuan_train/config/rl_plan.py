@@ -33,6 +33,7 @@ class RolePlan:
     """A role on cards of its own."""
 
     plan: Plan
+    """Of its cards, ranks counted from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +45,13 @@ class GenerationPlan:
     """
 
     with_: Literal["policy"] | None = None
+    """None: on cards of its own."""
     shares: Annotated[tuple[Share, ...], MinLen(1)] | None = None
     """Of the prompts, for each engine; they sum to 1. None: in proportion to the engines' slots."""
     slots: Annotated[int, Gt(0)] | None = None
     """Samples that each of the policy's pipelines generates at once; only with the policy."""
     plan: Plan | None = None
+    """Of the engines' cards; None: the policy's generate."""
 
     @property
     def is_shared(self) -> bool:
@@ -61,7 +64,9 @@ class ReferencePlan:
     """Where the reference is: on the policy's hosts, swapped in, or on cards of its own."""
 
     where: Literal["host"] | None = None
+    """None: on cards of its own."""
     plan: Plan | None = None
+    """Of its cards; None: it is on the policy's hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,9 @@ class CriticPlan:
     """Where PPO's critic is trained: on the policy's cards under its plan, or on cards of its own."""
 
     with_: Literal["policy"] | None = None
+    """None: on cards of its own."""
     plan: Plan | None = None
+    """Of its cards; None: it has the policy's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +84,11 @@ class RolePlans:
     """The roles of a job; what is None is not there."""
 
     policy: RolePlan
+    """The model that is trained."""
     generation: GenerationPlan
     reference: ReferencePlan | None = None
     reward: RolePlan | None = None
+    """A reward model, on cards of its own; None: functions score."""
     critic: CriticPlan | None = None
     """None: there is none, or the plan was made without regard to it."""
 
@@ -89,9 +98,13 @@ class RoleMemory:
     """Forecast bytes on each card of a stage of a role."""
 
     pipeline: Annotated[int, Ge(0)]
+    """Its number in the role's plan, from 0."""
     stage: Annotated[int, Ge(0)]
+    """Its number in the pipeline, from 0."""
     peak_memory_bytes: float
+    """The sum of `categories`."""
     categories: dict[str, float]
+    """Bytes by what they are for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +112,17 @@ class RlForecast:
     """Forecast of one step, that is of one batch: generated, scored, trained on, published."""
 
     step_seconds: float
+    """Of a batch, all of its parts."""
     generation_seconds: float
     """Of a batch, all engines together."""
     scoring_seconds: float
+    """By the reward model or reward functions."""
     training_seconds: float
     """Forward passes for old log-probabilities and the reference included."""
     sync_seconds: float
     """Weights from the policy to all engines."""
     sync_bytes: float
+    """Of these weights."""
     idle: dict[str, float]
     """Share of the step in which a role's cards wait, by role."""
     tail_seconds: float = 0.0
@@ -114,7 +130,9 @@ class RlForecast:
     sync_mode_seconds: float
     """The same placement in sync mode."""
     lower_bound_seconds: float
+    """No placement of the roles takes less."""
     source: Literal["measured", "estimated"]
+    """Whether all times come from profiles."""
     critic_seconds: float | None = None
     """Of training the critic's: values, and its optimizer steps; None: there is none."""
     roles: dict[str, tuple[RoleMemory, ...]] = field(default_factory=dict[str, tuple[RoleMemory, ...]])
@@ -126,13 +144,18 @@ class RlPlan:
     """Which role runs on which cards, and whether they take turns or run at the same time."""
 
     version: int = 1
+    """Of the format."""
     kind: Literal["rl"] = "rl"
+    """Tells it from a plan of one model."""
     cluster: str = ""
+    """The name of the cluster that it was made for."""
     mode: Mode
+    """Whether roles take turns (sync), or generate the next batch while training on one (async)."""
     staleness: Annotated[int, Ge(0)] = 0
     """How many batches older than the trained weights a sample's weights may be."""
     roles: RolePlans
     forecast: RlForecast | None = None
+    """What the planner expects of a step; None in a plan written by hand."""
 
     @property
     def plans(self) -> dict[RoleName, Plan]:

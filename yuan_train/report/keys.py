@@ -35,6 +35,7 @@ KINDS = {
     "model": ("yuan_train.config.model", "ModelConfig", "model files"),
     "rl": ("yuan_train.config.rl", "RLConfig", "run files of reinforcement learning"),
     "plan": ("yuan_train.config.plan", "Plan", "plans"),
+    "rl_plan": ("yuan_train.config.rl_plan", "RlPlan", "plans of reinforcement learning"),
 }
 """By the name that `yuan-train keys` takes: module and class of a file's keys, and what the files are."""
 NAMED = {"model": WANTED}
@@ -73,7 +74,11 @@ def file_keys(kind: str, prefix: str = "") -> tuple[Key, ...]:
         parts = {part for key in keys for part in plain(key.path).split(".")}
         names = [*(plain(key.path) for key in keys), *sorted(parts)]
         close = difflib.get_close_matches(prefix, names, n=1, cutoff=0.5)
+        others = [
+            name for name in KINDS if any(matches(k.path, prefix) for k in _keys_of(_class_of(name), ()))
+        ]
         hint = f"; did you mean {close[0]!r}?" if close else f"; `yuan-train keys {kind}` lists them"
+        hint = f"; `yuan-train keys {others[0]} {prefix}` has some" if others else hint
         raise ConfigError(f"{prefix}: no key of {KINDS[kind][2]} begins so{hint}")
     return found
 
@@ -164,8 +169,11 @@ def _keys_of(kind: Any, path: Sequence[str]) -> Iterator[Key]:
         named = own == ("model",)
         if named and kind.__name__ in ("RunConfig", "RLConfig"):
             words, default = f"{NAMED['model']}, or its keys", ""
+        whole_plan = below is not None and below.__name__ == "Plan"
+        if whole_plan:
+            words = f"keys of {KINDS['plan'][2]}"
         yield Key(".".join(own), words, _unit(hint), default, docs[name])
-        if below is not None and not named:
+        if below is not None and not named and not whole_plan:
             yield from _keys_of(below, (*own[:-1], own[-1] + mark) if mark != ".NAME" else (*own, "NAME"))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from yuan_train.config.cluster import Cluster
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.stage_cost import StageCost
@@ -58,7 +59,6 @@ def find_answer(
     peaks = [cluster.device_type(card.type).peak(problem.precision) for card in cards]
     tokens = problem.global_batch_size * problem.sequence_length
     flops = tokens * problem.model.training_flops(problem.sequence_length)
-    prices = [cluster.node_price(cluster.groups[node]) for node in {card.node for card in cards}]
     step = result.best.step_seconds
     return Answer(
         measured=cost.source == "measured",
@@ -67,17 +67,14 @@ def find_answer(
         num_steps=num_steps,
         mfu=None if None in peaks else flops / step / sum(peak or 0.0 for peak in peaks),
         fullest=min(cost.stages, key=lambda stage: stage.card_bytes - stage.memory.total),
-        price_per_hour=None if None in prices else sum(price or 0.0 for price in prices),
+        price_per_hour=price_of(cluster, {card.node for card in cards}),
         other=other,
     )
 
 
 def answer_lines(answer: Answer, *, measure: str | None = None, next_command: str | None = None) -> list[str]:
     """The answer in words; `measure` is the command that measures, `next_command` what to type next."""
-    lines: list[str] = []
-    if not answer.measured:
-        how = f"; measure: {measure}" if measure else ""
-        lines.append(f"not measured, times are estimated from the catalogue of cards{how}")
+    lines = [] if answer.measured else [estimated_words(measure)]
     speed = f"{answer.tokens_per_second:,.0f} tokens/s"
     used = "" if answer.mfu is None else f", {answer.mfu:.0%} of the cards' peak (MFU)"
     lines.append(f"{_time_words(answer)} at {speed}{used}")
@@ -88,13 +85,29 @@ def answer_lines(answer: Answer, *, measure: str | None = None, next_command: st
         f"{show_bytes(stage.card_bytes)})"
     )
     if answer.price_per_hour is not None:
-        seconds = answer.run_seconds or BILLION / answer.tokens_per_second
         what = "the run" if answer.run_seconds else "a billion tokens"
-        price = answer.price_per_hour * seconds / 3600
-        lines.append(f"rent: {answer.price_per_hour:.6g} an hour, {price:,.2f} for {what}")
+        seconds = answer.run_seconds or BILLION / answer.tokens_per_second
+        lines.append(rent_words(answer.price_per_hour, seconds, what))
     if answer.other is not None:
         lines.append(_other_words(answer, answer.other))
     return [*lines, *([f"next: {next_command}"] if next_command else [])]
+
+
+def estimated_words(measure: str | None) -> str:
+    """That nothing was measured, and the command that measures."""
+    how = f"; measure: {measure}" if measure else ""
+    return f"not measured, times are estimated from the catalogue of cards{how}"
+
+
+def rent_words(price_per_hour: float, seconds: float, what: str) -> str:
+    """What nodes cost, an hour and for what takes so many seconds."""
+    return f"rent: {price_per_hour:.6g} an hour, {price_per_hour * seconds / 3600:,.2f} for {what}"
+
+
+def price_of(cluster: Cluster, nodes: Iterable[str]) -> float | None:
+    """Rent of some whole nodes for an hour; None if one has no price."""
+    prices = [cluster.node_price(cluster.groups[node]) for node in nodes]
+    return None if None in prices else sum(price or 0.0 for price in prices)
 
 
 def answer_values(answer: Answer) -> dict[str, Any]:

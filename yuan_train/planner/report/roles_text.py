@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.load import as_plain
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.planner.report.answer import estimated_words, price_of, rent_words, show_duration
 from yuan_train.planner.roles.engines import EnginePlan
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
 
 
-def roles_table(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
-    """At most a screen of plain text: roles and their cards, engines, the step, what else was tried."""
+def roles_table(
+    result: RolesResult, problem: RolesProblem, plan: RlPlan, *, answer: Sequence[str] = ()
+) -> str:
+    """At most a screen of plain text: the answer, roles and their cards, engines, the step, what else was
+    tried."""
     best = result.best
-    lines = [f"RL plan: {describe(best)}"]
+    lines = [*answer, f"RL plan: {describe(best)}"]
     lines += [f" {line}" for line in role_lines(best, plan)]
     lines.append(" " + step_words(best, problem))
     lines.append(" " + idle_words(best))
@@ -26,6 +30,47 @@ def roles_table(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str
     lines += [f" instead: {line}" for line in other_lines(result)]
     lines.append(" " + source_words(best))
     return "\n".join(lines)
+
+
+def roles_answer(
+    result: RolesResult,
+    problem: RolesProblem,
+    plan: RlPlan,
+    *,
+    num_steps: int,
+    measure: str | None = None,
+    next_command: str | None = None,
+) -> list[str]:
+    """What a person asks first: how long and how fast, how full, for how much, and what to type next."""
+    step, cluster = result.best.step_seconds, problem.policy.cluster
+    lines = [] if result.best.source == "measured" else [estimated_words(measure)]
+    steps = f"{num_steps:,} step{'s' * (num_steps != 1)}"
+    lines.append(
+        f"the run takes {show_duration(num_steps * step)} ({steps}; a step of {problem.load.samples:,} "
+        f"answers takes {show_seconds(step)}), at {problem.load.samples / step:.3g} answers/s"
+    )
+    full = [
+        (
+            cluster.device_type(own.ranks[rank].type).memory - entry.peak_memory_bytes,
+            name,
+            own.ranks[rank],
+            entry,
+        )
+        for name, own in plan.plans.items()
+        for entry in (plan.forecast.roles.get(name, ()) if plan.forecast else ())
+        for rank in own.pipelines[entry.pipeline].stages[entry.stage].ranks
+    ]
+    if full:
+        left, name, card, entry = min(full, key=lambda item: item[0])
+        memory = cluster.device_type(card.type).memory
+        lines.append(
+            f"memory: {show_bytes(left)} left on the fullest card ({card.type} {card.device}, {name}: "
+            f"{show_bytes(entry.peak_memory_bytes)} of {show_bytes(memory)})"
+        )
+    price = price_of(cluster, {card.device.rpartition("/")[0] for card in plan.ranks})
+    if price is not None:
+        lines.append(rent_words(price, num_steps * step, "the run"))
+    return [*lines, *([f"next: {next_command}"] if next_command else [])]
 
 
 def describe(placement: Placement) -> str:
