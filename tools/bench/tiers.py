@@ -1,23 +1,20 @@
 """Stalls of what leaves the card: forecast against measured, with parts that sleep and slow links.
 
-    python tools/bench_tiers.py [--seconds 0.02] [--pages]
-
-Each line is one optimizer step of one worker. The copies are real, between anonymous memory (the "card") and
+Each row is one optimizer step of one worker. The copies are real, between anonymous memory (the "card") and
 the host's slab, over links that take as long as their rate says; the compute of a part is a sleep, so that a
 machine with other work on it measures the same. On a card it would not: its copies keep its compute waiting,
-and not the host, which sleeps here. `yuan_train/planner/evaluate/clocks.py` forecasts the step; with
-`--pages`, of parameters in pages instead of activations, `yuan_train/planner/evaluate/clocks.py`.
+and not the host, which sleeps here. `yuan_train/planner/evaluate/clocks.py` forecasts the step.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from tools.bench.harness import Row, case
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
@@ -40,37 +37,41 @@ NO_WAIT = 2e-4
 """Seconds: what it takes to see that there is nothing to wait for."""
 
 
-def main() -> None:
-    """Print a line for each ratio of copy to compute, and number of parts or pages that may stay."""
-    parser = argparse.ArgumentParser(description="Stalls of activations that leave the card.")
-    parser.add_argument("--seconds", type=float, default=0.02, help="of a part's forward (0.02)")
-    parser.add_argument("--pages", action="store_true", help="parameters in pages, not activations")
-    arguments = parser.parse_args()
+FORMATS = {
+    **{"forecast s": ".3f", "measured s": ".3f", "off by": "+.1%"},
+    **{"stalls forecast s": ".3f", "stalls measured s": ".3f"},
+}
+
+
+def _row(found: Simulation, took: float, stalled: float, most: str) -> Row:
+    return {
+        "forecast s": found.step_seconds,
+        "measured s": took,
+        "off by": found.step_seconds / took - 1,
+        "stalls forecast s": found.stall_seconds[0],
+        "stalls measured s": stalled,
+        "most kept": most,
+    }
+
+
+@case(
+    "tiers/activations", formats=FORMATS, ratio=(0.3, 0.6, 0.9, 1.2, 2.0), resident=(10, 20), seconds=(0.02,)
+)
+def activations(ratio: float, resident: int, seconds: float) -> Row:
+    """Halves of layers whose activations leave: 1F1B, 4 of 12 micro-batches in flight, 8 parts.
+
+    By the ratio of copies to compute, and the parts that may stay.
+    """
     torch.set_num_threads(1)
-    if arguments.pages:
-        pages(arguments.seconds)
-    else:
-        activations(arguments.seconds)
-
-
-def activations(seconds: float) -> None:
-    """Halves of layers whose activations leave."""
     program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, num_stages=1, in_flight=(IN_FLIGHT,))[0]
-    print(f"1F1B, {IN_FLIGHT} of {MICRO_BATCHES} micro-batches in flight, {PARTS} parts, {seconds} s each")
-    print("copy / compute | may stay | step forecast, measured | stalls forecast, measured | most kept")
-    for ratio in (0.3, 0.6, 0.9, 1.2, 2.0):
-        for resident in (10, 20):
-            offloads = {0: Offload(num_parts=PARTS, num_leaving=PARTS, resident=resident, ahead=4)}
-            copies = with_copies(program, offloads)
-            # Of a part: a copy one way against a forward and a backward.
-            rate = PART_BYTES / (ratio * 3 * seconds)
-            found = forecast(copies, seconds, PART_BYTES / rate)
-            took, stalled, kept = measure(program, copies, offloads, seconds, rate)
-            print(
-                f"{ratio:14.1f} | {resident:8} | {found.step_seconds:.3f} s, {took:.3f} s "
-                f"({found.step_seconds / took - 1:+.1%}) | {found.stall_seconds[0]:.3f} s, {stalled:.3f} s | "
-                f"{kept / PART_BYTES:.0f} of {IN_FLIGHT * PARTS} parts"
-            )
+    offloads = {0: Offload(num_parts=PARTS, num_leaving=PARTS, resident=resident, ahead=4)}
+    copies = with_copies(program, offloads)
+    # Of a part: a copy one way against a forward and a backward.
+    rate = PART_BYTES / (ratio * 3 * seconds)
+    found = forecast(copies, seconds, PART_BYTES / rate)
+    took, stalled, kept = measure(program, copies, offloads, seconds, rate)
+    most = f"{kept / PART_BYTES:.0f} of {IN_FLIGHT * PARTS} parts"
+    return {"copy / compute": ratio, "may stay": resident} | _row(found, took, stalled, most)
 
 
 def forecast(copies: RankProgram, seconds: float, copy_seconds: float) -> Simulation:
@@ -123,24 +124,28 @@ def measure(
     return time.perf_counter() - began, clock.stalled, tiers.most_bytes_here
 
 
-def pages(seconds: float) -> None:
-    """Layers whose parameters are in pages; of each micro-batch a page takes `seconds` and twice that."""
-    print(f"1F1B, {MICRO_BATCHES} micro-batches, {PARTS} pages, {seconds} s each")
-    print("group | copy / compute | slots | step forecast, measured | stalls forecast, measured | most pages")
-    for group in (1, 4, 12):
-        for ratio, slots in ((0.1, 3), (0.1, 2), (0.4, 3), (0.4, 2)):
-            paging = Paging(num_pages=PARTS, slots=slots, group=group)
-            program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, num_stages=1, group=group)[0]
-            groups = by_group(with_pages(program, paging))
-            # Of a page: its weights, one way, against the forwards of all micro-batches.
-            rate = PART_BYTES / (ratio * MICRO_BATCHES * seconds)
-            found = forecast_pages(groups, seconds, PART_BYTES / rate, group)
-            took, stalled, most = measure_pages(groups, paging, seconds, rate)
-            print(
-                f"{group:5} | {ratio:14.1f} | {slots:5} | {found.step_seconds:.3f} s, {took:.3f} s "
-                f"({found.step_seconds / took - 1:+.1%}) | {found.stall_seconds[0]:.3f} s, {stalled:.3f} s | "
-                f"{most} of {PARTS}"
-            )
+@case(
+    "tiers/pages",
+    formats=FORMATS,
+    group=(1, 4, 12),
+    kind=("0.1, 3 slots", "0.1, 2 slots", "0.4, 3 slots", "0.4, 2 slots"),
+    seconds=(0.01,),
+)
+def pages(group: int, kind: str, seconds: float) -> Row:
+    """Layers whose parameters are in pages; of each micro-batch a page takes `seconds` and twice that.
+
+    By micro-batches in a group, ratio of copies to compute, and slots of the card.
+    """
+    torch.set_num_threads(1)
+    ratio, slots = float(kind.split(",")[0]), int(kind.split()[1])
+    paging = Paging(num_pages=PARTS, slots=slots, group=group)
+    program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, num_stages=1, group=group)[0]
+    groups = by_group(with_pages(program, paging))
+    # Of a page: its weights, one way, against the forwards of all micro-batches.
+    rate = PART_BYTES / (ratio * MICRO_BATCHES * seconds)
+    found = forecast_pages(groups, seconds, PART_BYTES / rate, group)
+    took, stalled, most = measure_pages(groups, paging, seconds, rate)
+    return {"group": group, "copy / compute, slots": kind} | _row(found, took, stalled, f"{most} of {PARTS}")
 
 
 def forecast_pages(groups: PagedGroups, seconds: float, copy_seconds: float, group: int) -> Simulation:
@@ -218,7 +223,3 @@ class SleepClock:
         # too long is none either, and the next one makes up for it.
         if ended - began > NO_WAIT and ended > self._due:
             self.stalled, self._due = self.stalled + ended - self._due, ended
-
-
-if __name__ == "__main__":
-    main()
