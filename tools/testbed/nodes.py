@@ -165,6 +165,28 @@ class Node:
         return process
 
 
+SSH = """\
+#!/bin/sh
+# Stands for ssh to the nodes of a testbed: called as CMD HOST COMMAND..., by name or address.
+case "$1" in
+{cases}
+*) echo "ssh: $1: no node of the testbed" >&2; exit 255 ;;
+esac
+shift
+echo $$ > "$group/cgroup.procs" && exec taskset -c "$core" ip netns exec "$space" sh -c "$*"
+"""
+
+
+def write_ssh(nodes: Sequence[Node], path: Path) -> None:
+    """Write a program that stands for ssh to these nodes, which runs a command under the node's quota."""
+    cases = [
+        f"{node.spec.name}|{node.address}) space={node.namespace} group={node.quota} core={node.core} ;;"
+        for node in nodes
+    ]
+    path.write_text(SSH.format(cases="\n".join(cases)))
+    path.chmod(0o755)
+
+
 @contextmanager
 def make_nodes(specs: Sequence[NodeSpec]) -> Iterator[tuple[Node, ...]]:
     """Make the nodes, and at the end remove them with every process that is left on them.

@@ -161,6 +161,23 @@ def _tasks(places: Sequence[Place], errand: Errand, rendezvous: str, *, by_hand:
     return tasks
 
 
+def blind_hosts(hosts: Sequence[RemoteHost], folder: str) -> list[str]:
+    """The machines that do not see in a folder what the first one writes there; all if it cannot write.
+
+    Raises ConfigError if one does not answer.
+    """
+    mark = Path(folder) / f".seen-{uuid4().hex[:8]}"
+    question = {"folder": os.getcwd()}
+    try:
+        (made,) = look_at(hosts[:1], {**question, "mark": str(mark)}).values()
+        others = look_at(hosts[1:], {**question, "seen": str(mark)})
+    finally:
+        _remove(hosts[0], mark)
+    if made["mark"] is not None:
+        return [host.address for host in hosts]
+    return [name for name, facts in others.items() if not facts["seen"]]
+
+
 def _remove(host: RemoteHost, mark: Path) -> None:
     look_at([host], {"folder": os.getcwd(), "remove": str(mark)})
 

@@ -45,6 +45,7 @@ COMMANDS = {
     "inspect": "show what a file or checkpoint holds, and check that it is complete",
     "keys": "every key of run, cluster and model files: type, default, meaning; JSON schemas",
     "discover": "find cards, links and networks of machines; write a cluster file",
+    "up": "from names of machines to a run: discover, profile, plan and launch in one go",
     "doctor": "say what this machine, or several, are ready for, and what is missing",
 }
 NOT_IMPLEMENTED = frozenset[str]()

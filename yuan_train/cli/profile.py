@@ -11,10 +11,14 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
+from yuan_train.cli.host_options import add_host_options, names_hosts, read_hosts
 from yuan_train.cli.launch import free_port, start_ranks
-from yuan_train.cli.plan_nodes import Node
+from yuan_train.cli.launch_hosts import Errand, place, run_errand
+from yuan_train.cli.plan_nodes import DEFAULT_PORT, Node, parse_address
+from yuan_train.config.document import locate_cluster
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.errors import ConfigError, HostMemoryError
@@ -33,6 +37,8 @@ from yuan_train.config.profile import (
 from yuan_train.config.rl import RLConfig, is_rl_run, load_rl, policy_run
 from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
 from yuan_train.parallel.environment import set_rank_defaults
+from yuan_train.config.run_paths import files_of_model, files_of_run, is_ours
+from yuan_train.machine.reach import fetch
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device
@@ -55,7 +61,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--profile` then needs no estimates for it. Under torchrun, one process per card, all cards are "
         "measured at the same time, and so are tensor-parallel groups, the links between some pairs of each "
         "kind, by message size, and what all cards of a node get of its network at once. For a --cluster of "
-        "simulated cards this command starts the processes itself.",
+        "simulated cards this command starts the processes itself, with --hosts, --hostfile or --slurm those "
+        "of all machines.",
     )
     parser.add_argument(
         "--model",
@@ -81,6 +88,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="measure the link of every pair of cards, and not only of two pairs of each kind",
     )
     parser.add_argument("--json", action="store_true", help="print the profile on stdout too")
+    parser.add_argument("--this-node", metavar="NAME", help="start a process for each of this node's cards")
+    parser.add_argument("--rendezvous", metavar="HOST[:PORT]", help="where the processes of all nodes meet")
+    add_host_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run")
     parser.set_defaults(run=run)
 
@@ -104,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
             "same), or plan from estimates, without a profile"
         )
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None
+    if names_hosts(arguments) or arguments.this_node is not None:
+        return _start_nodes(cluster, arguments)
     if cluster is not None and _is_simulated(cluster) and "WORLD_SIZE" not in os.environ:
         return _start_cards(cluster, arguments)
     set_rank_defaults()
@@ -119,13 +131,66 @@ def _is_simulated(cluster: Cluster) -> bool:
 
 def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
     """Measure simulated cards as `launch` runs them: one process each, all at once on this machine."""
+    node = Node("all", tuple(range(len(cluster.cards))))
+    address = ("127.0.0.1", free_port())
+    return start_ranks(node, _words(arguments), world_size=len(node.ranks), address=address)
+
+
+def _start_nodes(cluster: Cluster | None, arguments: argparse.Namespace) -> int:
+    """Measure on several machines at once: start all of them, or be one and start its processes.
+
+    From all of them, the profile is brought here from the first. Raises ConfigError.
+    """
+    if cluster is None:
+        raise ConfigError("give --cluster F: it says which machine has which cards")
+    ranks: dict[str, list[int]] = {}
+    for rank, card in enumerate(cluster.cards):
+        ranks.setdefault(card.node, []).append(rank)
+    nodes = [Node(name, tuple(own)) for name, own in ranks.items()]
+    if arguments.this_node is None:
+        places = place(read_hosts(arguments), nodes)
+        errand = Errand(
+            words=[word for word in _words(arguments) if word != "--json"],
+            files=_files(arguments),
+            rendezvous=arguments.rendezvous,
+            copy=arguments.copy,
+        )
+        code = run_errand(places, errand)
+        if code == 0:
+            text = fetch(places[0][0], Path.cwd() / arguments.out).decode()
+            write_text(arguments.out, text)
+            if arguments.json:
+                print(text, end="")
+            print(f"{arguments.out}: brought from {places[0][0].address}", file=sys.stderr)
+        return code
+    if arguments.this_node not in ranks or arguments.rendezvous is None:
+        raise ConfigError(
+            f"--this-node {arguments.this_node}: wanted one of {', '.join(ranks)}, and --rendezvous HOST:PORT"
+        )
+    node = Node(arguments.this_node, tuple(ranks[arguments.this_node]))
+    host, port = parse_address(arguments.rendezvous)
+    address = (host, port or DEFAULT_PORT)
+    return start_ranks(node, _words(arguments), world_size=len(cluster.cards), address=address)
+
+
+def _words(arguments: argparse.Namespace) -> list[str]:
+    """The command of a process, or of a node."""
     words = ["profile"]
     for name in ("model", "out", "config", "cluster", "seconds"):
         value = getattr(arguments, name)
         words += [f"--{name}", str(value)] if value is not None else []
-    words += ["--all-links"] * arguments.all_links + ["--json"] * arguments.json + arguments.overrides
-    node = Node("all", tuple(range(len(cluster.cards))))
-    return start_ranks(node, words, world_size=len(node.ranks), address=("127.0.0.1", free_port()))
+    return words + ["--all-links"] * arguments.all_links + ["--json"] * arguments.json + arguments.overrides
+
+
+def _files(arguments: argparse.Namespace) -> list[str]:
+    """The files that each machine needs: of the cluster, the run and its model."""
+    cluster = locate_cluster(arguments.cluster)
+    files = [] if is_ours(cluster) else [str(cluster)]
+    if arguments.config is not None:
+        files += files_of_run(arguments.config, arguments.overrides, data=False)
+    if arguments.model is not None:
+        files += files_of_model(arguments.model)
+    return list(dict.fromkeys(files))
 
 
 def _read_rl(arguments: argparse.Namespace) -> RLConfig | None:

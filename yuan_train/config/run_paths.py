@@ -21,32 +21,48 @@ SUFFIXES = (".bin", ".idx", ".answers.bin", ".answers.idx")
 """Of the token files of one prefix; the last two only of chats."""
 
 
-def files_of_run(path: str, overrides: Sequence[str]) -> list[str]:
+def files_of_run(path: str, overrides: Sequence[str], *, data: bool = True) -> list[str]:
     """The run file and the files and folders that it names, as it names them; none that the package brings.
 
-    A key's string counts if it is a file here, or if such a key always names one. Raises ConfigError.
+    A key's string counts if it is a file here, or if such a key always names one; without `data` only what
+    tells the model. Raises ConfigError.
     """
     document = read_document(path)
     for assignment in overrides:
         if not assignment.startswith("model."):
             document = override(document, assignment)
-    found = [path, *_model(document), *_paths(document.value, ())]
+    found = [path, *_model(document), *(_paths(document.value, ()) if data else ())]
     return list(dict.fromkeys(found))
 
 
 def _model(document: Document) -> Iterator[str]:
-    """The file of the model, if it is named; of a folder of Hugging Face's its config alone."""
-    name = document.value.get("model") if is_mapping(document.value) else None
-    if not isinstance(name, str):
-        return
-    on_line = document.source(("model",)).startswith("command line")
-    found = locate_model(name, [Path()] if on_line else [Path(document.name).parent, Path()])
+    """The file of the model, by its name or by that of the checkpoint to start from."""
+    run = document.value if is_mapping(document.value) else {}
+    name, start = run.get("model"), run.get("start")
+    if isinstance(name, str):
+        on_line = document.source(("model",)).startswith("command line")
+        yield from files_of_model(name, [Path()] if on_line else [Path(document.name).parent, Path()])
+    elif name is None and is_mapping(start) and isinstance(start.get("checkpoint"), str):
+        yield from files_of_model(start["checkpoint"], [Path()])
+
+
+def files_of_model(name: str, folders: Sequence[Path] = (Path(),)) -> Iterator[str]:
+    """What tells a model that is named: of a folder of Hugging Face's its config, of a checkpoint its state.
+
+    Nothing for a model that the package brings. Raises ConfigError if there is none.
+    """
+    found = locate_model(name, folders)
     if found.is_dir() and (found / "config.json").is_file():
         yield str(found / "config.json")
     elif found.is_dir():
-        yield from _checkpoint(found)
-    elif not found.resolve().is_relative_to(CONFIGS.resolve()):
+        yield from (str(step) if step.name == "latest" else str(step / STATE) for step in _newest(found))
+    elif not is_ours(found):
         yield str(found)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file comes with the package, so that every machine has it."""
+    return path.resolve().is_relative_to(CONFIGS.resolve())
 
 
 def _paths(value: Any, keys: Keys) -> Iterator[str]:
@@ -68,7 +84,7 @@ def _named(text: str, keys: Keys) -> Iterator[str]:
         yield from (f"{plain}{suffix}" for suffix in SUFFIXES[:2])
         yield from (f"{plain}{suffix}" for suffix in SUFFIXES[2:] if Path(f"{plain}{suffix}").is_file())
     elif key in ("checkpoint", "resume") and text not in ("auto", "never"):
-        yield from _checkpoint(Path(text))
+        yield from map(str, _newest(Path(text)))
     elif keys[:1] in OUTPUTS:
         return
     elif ".py:" in text:
@@ -77,11 +93,11 @@ def _named(text: str, keys: Keys) -> Iterator[str]:
         yield text
 
 
-def _checkpoint(path: Path) -> Iterator[str]:
+def _newest(path: Path) -> Iterator[Path]:
     """The folder of a checkpoint; of a folder of several that of the newest, and what says so."""
     latest = path / "latest"
     if (path / STATE).is_file() or not latest.is_file():
-        yield str(path)
+        yield path
         return
-    yield str(latest)
-    yield str(path / latest.read_text(encoding="utf-8").strip())
+    yield latest
+    yield path / latest.read_text(encoding="utf-8").strip()

@@ -1,0 +1,83 @@
+"""python -m tools.testbed.up: `yuan-train up` on unequal nodes through a stand-in for ssh; how long it takes.
+
+Makes the nodes of a testbed file (tools/testbed/nodes.yaml; needs root), and from their addresses alone comes
+to a run. Prints the seconds to the first logged step, and those of the profile among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tools.testbed.nodes import load_nodes, make_nodes, write_ssh
+from yuan_train.config.errors import TrainingError, YuanError
+
+HERE = Path(__file__).parent
+STEP = re.compile(r"\| step +1/")
+STARTED = re.compile(r"^\[\d+/\d+, \d+ s\] \$ yuan-train (\w[\w-]*)")
+
+
+def main() -> int:
+    """Run it and print. The exit code is 2 where there can be no testbed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", default=HERE / "nodes.yaml", metavar="FILE", help="the unequal nodes")
+    parser.add_argument("--model", default="tiny", help="as of `up` (tiny)")
+    parser.add_argument("--data", default="README.md", help="as of `up` (README.md)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.add_argument("words", nargs="*", help="further words of `up`: overrides")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with tempfile.TemporaryDirectory() as scratch, make_nodes(load_nodes(options.nodes)) as nodes:
+            ssh = Path(scratch) / "ssh-to-testbed"
+            write_ssh(nodes, ssh)
+            hosts = ",".join(node.address for node in nodes)
+            words = ["--hosts", hosts, "--ssh", str(ssh), "--out", str(Path(scratch) / "up"), "--steps", "3"]
+            found = measure([*words, "--model", options.model, "--data", options.data, *options.words])
+    except YuanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if options.json:
+        print(json.dumps(found))
+    rest = found["first_step"] - found["profile"]
+    print(f"first step after {found['first_step']:.0f} s, {rest:.0f} s without the profile", file=sys.stderr)
+    return 0
+
+
+def measure(words: list[str]) -> dict[str, float]:
+    """Seconds of each step of `up` but the last, and `first_step`, all together until one is logged.
+
+    Raises TrainingError if `up` fails.
+    """
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "yuan_train", "up", *words], stderr=subprocess.PIPE, text=True
+    )
+    found: dict[str, float] = {}
+    name, since = "", began
+    assert process.stderr is not None
+    with process:
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            now = time.monotonic()
+            if started := STARTED.match(line):
+                found |= {name: now - since} if name else {}
+                name, since = started[1], now
+            if STEP.search(line):
+                found.setdefault("first_step", now - began)
+    if process.returncode or "first_step" not in found:
+        raise TrainingError(f"`up` ended with exit code {process.returncode}")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
