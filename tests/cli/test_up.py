@@ -195,11 +195,7 @@ def test_from_names_to_a_run(tmp_path: Path) -> None:
         return ran.stderr
 
     said = call()
-    assert (
-        "step 2/2" in said
-        and "a, b do not see" not in said
-        and "b do not see the up/checkpoints of a" in said
-    )
+    assert "step 2/2" in said and "note: up/checkpoints of a is not seen by b, so nothing is saved" in said
     assert (machines.here / "up/plan.html").exists() and not list(machines.root.rglob("latest"))
     metrics = list(machines.hosts.rglob("metrics.jsonl"))
     assert len(metrics) == 1
@@ -210,3 +206,30 @@ def test_from_names_to_a_run(tmp_path: Path) -> None:
     again = call()
     assert again.count("] kept: ") == 3 and "kept: up/run.yaml, as it was changed by hand" in again
     assert "replacing what differs: up/run.yaml" in again and "step 3/3" in again
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--hosts", "a"), "give --cluster F: it says which machine has which cards"),
+        (("--cluster", "two.yaml", "--hosts", "a,x"), "no machine for b of the plan's nodes a, b among a, x"),
+        (
+            ("--cluster", "two.yaml", "--this-node", "c", "--rendezvous", "h"),
+            "--this-node c: wanted one of a, b",
+        ),
+        (
+            ("--cluster", "two.yaml", "--this-node", "a"),
+            "--this-node a: wanted one of a, b, and --rendezvous",
+        ),
+        (
+            ("--cluster", "two.yaml", "--hosts", "a,b", "--slurm"),
+            "--hosts and --slurm: both name the machines",
+        ),
+    ],
+)
+def test_profiles_of_several_machines_are_refused_early(
+    words: tuple[str, ...], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("two.yaml").write_text(CLUSTER)
+    assert main(["profile", "--model", "small.yaml", "--out", "profile.json", *words]) == 2
+    assert message in capsys.readouterr().err and not Path("profile.json").exists()

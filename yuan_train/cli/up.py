@@ -21,8 +21,8 @@ from typing import Any
 from yuan_train.cli.launch_hosts import blind_hosts
 from yuan_train.cli.up_run import Aim, find_aim, run_text
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.dump import write_text
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import write_text
 from yuan_train.machine.hosts import RemoteHost, parse_hosts
 
 JOURNAL = "steps.json"
@@ -246,8 +246,8 @@ def _write_run(
     given = any(word.startswith("checkpoint.directory=") for word in arguments.overrides)
     if not given and len(hosts) > 1 and (blind := blind_hosts(hosts, saves)):
         print(
-            f"note: {saves} of {hosts[0].address} is not seen by {', '.join(blind)}, so nothing is saved; in a "
-            "folder that all share: checkpoint.directory=/shared/folder",
+            f"note: {saves} of {hosts[0].address} is not seen by {', '.join(blind)}, so nothing is saved; in "
+            "a folder that all share: checkpoint.directory=/shared/folder",
             file=sys.stderr,
         )
         saves = None

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.cluster import Cluster
-from yuan_train.config.dump import dump_plain
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import load_model
-from yuan_train.config.model_files import STATE, locate_model
+from yuan_train.config.load import dump_plain
+from yuan_train.config.model import STATE, load_model, locate_model
 from yuan_train.config.plan import PROCESSOR, is_real_card
 from yuan_train.data.indexed import IndexedDataset, idx_path, strip_suffix
 from yuan_train.data.text import LINE_SUFFIXES, PARQUET_SUFFIX
