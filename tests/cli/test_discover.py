@@ -146,7 +146,7 @@ def test_hosts_over_ssh(ssh: str, tmp_path: Path, capsys: pytest.CaptureFixture[
             "no answer of 2 of 2 machines, and nothing is written: lost: ssh: connect to host lost",
         ),
         (" , ", "wanted names of machines"),
-        ("a@n,b@n", "names a machine twice"),
+        ("a@n,b@n", "b@n: named before, at"),
     ],
 )
 def test_hosts_that_do_not_answer(

@@ -32,7 +32,7 @@ COMMANDS = {
     "preprocess": "turn text into token files",
     "train": "train; one process alone, or each rank under torchrun",
     "rl": "reinforcement learning; one process alone, or each rank under torchrun",
-    "launch": "start this machine's ranks of a plan, or print the command for each node",
+    "launch": "start the ranks of a plan, on this machine or on several",
     "show": "what a run has reached; the forecast beside what was measured; a page",
     "trace": "merge the ranks' traces of a run, beside the forecast, for Perfetto",
     "generate": "write text with a trained model",

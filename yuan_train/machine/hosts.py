@@ -14,8 +14,8 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.machine.tools import run_tool
 
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
-"""Of the program `ssh` itself: it never asks, and notices within half a minute that a machine is gone. They
-stand behind the words of the user, which count where both say something."""
+"""Of the program `ssh` and no other: it never asks, and notices within half a minute that a machine is gone.
+They stand behind the words of the user, which count where both say something."""
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
 WHOLE = ("--cpu-bind=none", "--kill-on-bad-exit=1", "--unbuffered")
 """Of a step that trains: all cores of the machine, and its output line by line."""
@@ -52,7 +52,7 @@ class RemoteHost:
 
 
 def ssh_words(ssh: str) -> tuple[str, ...]:
-    """The words of `--ssh CMD`; the program ssh also gets what keeps it from asking and from waiting.
+    """The words of `--ssh CMD`; `ssh` also gets what keeps it from asking and from waiting.
 
     Raises ConfigError if it is empty or its quotes do not match.
     """
@@ -64,7 +64,7 @@ def ssh_words(ssh: str) -> tuple[str, ...]:
         ) from None
     if not words:
         raise ConfigError("--ssh is empty; wanted a command, called as CMD HOST COMMAND...")
-    if Path(words[0]).name != "ssh":
+    if words[0] != "ssh":
         return tuple(words)
     return (*words, *(word for option in SSH_OPTIONS for word in ("-o", option)))
 
