@@ -152,8 +152,8 @@ def test_a_journal_knows_what_is_fresh(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_text("1")
 
-    def step(word: str = "x") -> up.Step:
-        return up.Step(words=["plan", word], reads=(str(source),), makes=(str(target),))
+    def step(word: str = "x") -> up.UpStep:
+        return up.UpStep(words=["plan", word], reads=(str(source),), makes=(str(target),))
 
     journal = up._Journal(tmp_path / "steps.json")
     assert not journal.has(step())

@@ -58,7 +58,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class UpStep:
     """A command, and the files that it reads and makes."""
 
     words: list[str]
@@ -101,10 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _files_first(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator[Step]:
+def _files_first(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator[UpStep]:
     """What needs no run file: the cluster, weights, tokenizer and token files."""
     cluster = str(out / "cluster.yaml")
-    yield Step(
+    yield UpStep(
         words=["discover", "--hosts", arguments.hosts, *_ssh(arguments), "--out", cluster],
         reads=(),
         makes=(cluster,),
@@ -112,25 +112,25 @@ def _files_first(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator
     if aim.weights is not None:
         model = str(out / "model")
         words = ["import-hf", aim.weights, "--out", model]
-        yield Step(words=words, reads=(aim.weights,), makes=(f"{model}/latest",))
+        yield UpStep(words=words, reads=(aim.weights,), makes=(f"{model}/latest",))
     if not aim.texts:
         return
     if aim.vocabulary is not None:
         words = ["tokenizer", "--input", *aim.texts, "--vocab-size", str(aim.vocabulary)]
-        yield Step(
+        yield UpStep(
             words=[*words, "--out", str(aim.tokenizer)],
             reads=aim.texts,
             makes=(f"{aim.tokenizer}/tokenizer.model",),
         )
     words = ["preprocess", "--input", *aim.texts, "--tokenizer", str(aim.tokenizer), "--out", aim.prefix]
-    yield Step(
+    yield UpStep(
         words=words + (["--messages-key", "messages"] if aim.are_chats else []),
         reads=(*aim.texts, str(aim.tokenizer)),
         makes=(f"{aim.prefix}.bin", f"{aim.prefix}.idx"),
     )
 
 
-def _then_run(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator[Step]:
+def _then_run(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator[UpStep]:
     """What needs the run file, and then trains."""
     cluster, config, profile, plan = (
         str(out / name) for name in ("cluster.yaml", "run.yaml", "profile.json", "plan.yaml")
@@ -139,18 +139,18 @@ def _then_run(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator[St
     where = ["--hosts", arguments.hosts, *_ssh(arguments), *meeting, *(["--copy"] if arguments.copy else [])]
     files = ["--cluster", cluster, "--config", config]
     overrides = arguments.overrides
-    yield Step(
+    yield UpStep(
         words=["profile", *files, "--out", profile, *where, *overrides],
         reads=(cluster, config),
         makes=(profile,),
     )
     report = str(out / "plan.html")
-    yield Step(
+    yield UpStep(
         words=["plan", *files, "--profile", profile, "--out", plan, "--report", report, *overrides],
         reads=(cluster, config, profile),
         makes=(plan, report),
     )
-    yield Step(words=["launch", "--config", config, "--plan", plan, *where, *overrides], reads=(), makes=())
+    yield UpStep(words=["launch", "--config", config, "--plan", plan, *where, *overrides], reads=(), makes=())
 
 
 def _ssh(arguments: argparse.Namespace) -> list[str]:
@@ -167,7 +167,7 @@ class _Journal:
         except (OSError, ValueError):
             self.found = {}
 
-    def has(self, step: Step) -> bool:
+    def has(self, step: UpStep) -> bool:
         """Whether the step's files are those that it would make."""
         return bool(step.makes) and self.found.get(step.name) == _entry(step)
 
@@ -177,7 +177,7 @@ class _Journal:
         write_text(self.path, json.dumps(self.found, indent=1) + "\n")
 
 
-def _entry(step: Step) -> Any:
+def _entry(step: UpStep) -> Any:
     return {
         "command": step.line,
         "reads": [_stamp(Path(path)) for path in step.reads],
@@ -191,7 +191,7 @@ def _stamp(path: Path) -> list[Any]:
     return [[str(one), one.stat().st_size, one.stat().st_mtime_ns] for one in files if one.exists()]
 
 
-def _is_found(step: Step, hosts: Sequence[RemoteHost]) -> bool:
+def _is_found(step: UpStep, hosts: Sequence[RemoteHost]) -> bool:
     """Whether the cluster file is there for these machines, perhaps with changes by hand."""
     path = Path(step.makes[0])
     if step.name != "discover" or not path.exists():
@@ -199,7 +199,7 @@ def _is_found(step: Step, hosts: Sequence[RemoteHost]) -> bool:
     return [node.name for node in load_cluster(path).nodes] == [host.address for host in hosts]
 
 
-def _take(step: Step, journal: _Journal, number: str, began: float, *, done: bool = False) -> int:
+def _take(step: UpStep, journal: _Journal, number: str, began: float, *, done: bool = False) -> int:
     """Run a step unless its files are fresh; returns its exit code."""
     head = f"[{number}, {time.monotonic() - began:.0f} s]"
     if done or journal.has(step):
