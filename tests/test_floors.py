@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -353,3 +354,12 @@ def test_the_reader_of_imports(tmp_path: Path) -> None:
         "yuan_kernels.ops": "yuan_kernels",
     }
     assert [i.module for i in found if i.typing_only] == ["yuan_train.cli"]
+
+
+def test_no_room_of_the_search_knows_more_than_six_others() -> None:
+    folder = "yuan_train/planner/search"
+    known = {
+        path.stem: set(re.findall(r"^from yuan_train\.planner\.search\.(\w+) import", path.read_text(), re.M))
+        for path in sorted((ROOT / folder).glob("*.py"))
+    }
+    assert {name: rooms for name, rooms in known.items() if len(rooms) > 6} == {}

@@ -82,7 +82,6 @@ def search_plan(
         bound=bound,
         exact=exact,
         stopped=limit.is_over(),
-        num_shapes=len(space.shapes),
         num_simulated=plans.num_simulated,
         notes=(
             *notes_of(space.costs, best.cost),

@@ -44,7 +44,6 @@ class SearchResult:
     """Whether it is proven that no other plan of the searched space is faster in the simulation."""
     stopped: bool
     """Whether the time limit ended the search."""
-    num_shapes: int
     num_simulated: int
     notes: tuple[str, ...]
     """Sources of the numbers, one line per type of card."""

@@ -2,7 +2,7 @@
 
 A shape fixes the number of equal pipelines, the micro-batches, the schedule, the tensor-parallel width and
 the replicas of each type of card, and which cards each pipeline gets. Slot i holds the stage groups in the
-same position of every pipeline, all of one type of card, so one cut suits all pipelines.
+same position of every pipeline, all of one type of card, so one partition suits all pipelines.
 """
 
 from __future__ import annotations
@@ -106,8 +106,6 @@ class Shape:
     """In the cluster's order."""
     sharded: bool = False
     """Whether the owners of a unit shard its optimizer state among them."""
-    peers: int = 1
-    """Mixed pipelines that hold the same model, this shape's included."""
 
     @property
     def num_pipelines(self) -> int:
@@ -153,7 +151,7 @@ def read_options(
     sizes = tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,)))
     return Options(
         recompute=recompute,
-        # One schedule is cut where it can be, so that a further one takes no budget from it.
+        # Shapes are of one schedule where they can be; the searches that begin with them try others.
         schedules=("1f1b",) if "1f1b" in named else named,
         all_schedules=named if search.schedule else ALL_SCHEDULES,
         pipelines=search.pipelines,
@@ -247,7 +245,7 @@ def wanted_shapes(cards: Sequence[Card], options: Options, *, global_batch_size:
 
 def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: int) -> Iterator[Shape]:
     """Every shape that the options allow."""
-    # Interleaved plans are made from 1F1B cuts, by splitting their stages.
+    # Interleaved plans are made from 1F1B plans, by splitting their stages.
     bases: list[ScheduleName] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
     most = MAX_MIXES if len(cards) <= THOUSANDS else MAX_MIXES_OF_THOUSANDS
     types = _by_type(cards)
