@@ -31,7 +31,8 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,9 +82,28 @@ class Choice:
     reason: str
 
 
+_held: str | None = None
+"""What the variable says, while `variable_held` holds it."""
+
+
+def _asked() -> str:
+    return os.environ.get("YUAN_KERNELS", "") if _held is None else _held
+
+
+@contextmanager
+def variable_held() -> Iterator[None]:
+    """Inside, YUAN_KERNELS is not looked up at each call: a small model's ops are no longer than a look."""
+    global _held
+    before, _held = _held, _asked()
+    try:
+        yield
+    finally:
+        _held = before
+
+
 def reference_selected() -> bool:
     """Whether `YUAN_KERNELS` selects the definitions. Raises ValueError for an unknown value."""
-    value = os.environ.get("YUAN_KERNELS", "")
+    value = _asked()
     if value not in ("", "reference", *_REQUESTS):
         known = ", ".join(repr(word) for word in ("reference", *_REQUESTS))
         raise ValueError(f"YUAN_KERNELS={value!r} is unknown; unset it, or set it to one of {known}")
@@ -100,7 +120,7 @@ def uses_definition() -> bool:
 
 def requested(op: str) -> str:
     """Return the implementation that `YUAN_KERNELS` requests for `op`; empty if none."""
-    value = os.environ.get("YUAN_KERNELS", "")
+    value = _asked()
     return _REQUESTS.get(value, "") if value.partition("=")[0] == op else ""
 
 

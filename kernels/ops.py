@@ -354,8 +354,9 @@ def masked_attention(
 ) -> Tensor:
     """Return the attention [B, S, N, D] of query [B, S, N, D] to P tokens, key and value [B, P, M, D].
 
-    `visible` is bool [B or 1, 1, S, P], True where a token attends to another; None: all are visible, or with
-    `is_causal`, for which P is S, none that is later.
+    `visible` is bool [B or 1, 1, S, P], True where a token attends to another, or in query's dtype what is
+    added to the products (0, -inf); None: all are visible, or with `is_causal`, for which P is S, none that
+    is later.
     """
     return attention.masked_attention(query, key, value, visible, is_causal=is_causal)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from yuan_kernels import dispatch, reference, registration
 from yuan_kernels.reference import accumulation_dtype
 
-_BLOCK = 1 << 16
+BLOCK = 1 << 16
 """Elements of a block: the three fp32 buffers of the backward then fit a second-level cache of 1 MB."""
 
 
@@ -77,13 +77,20 @@ def _forward(
     """Return (y, s, r); s is x itself if there is no residual."""
     hidden = x.shape[-1]
     acc_dtype = accumulation_dtype(x.dtype)
+    chosen = dispatch.implementation("rms_norm", x)
+    if x.device.type == "cpu" and x.dtype == weight.dtype == acc_dtype and 0 < x.numel() <= BLOCK:
+        # Nothing to convert, and no blocks: the same operations without the copies.
+        s = x if residual is None else x + residual
+        scale = torch.linalg.vector_norm(s, dim=-1, keepdim=True)
+        scale.square_().div_(hidden).add_(epsilon).rsqrt_()
+        return (s * scale).mul_(weight), s, scale.flatten()
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     s = x if residual is None else torch.empty_like(y)
     scale = torch.empty(y.numel() // max(1, hidden), dtype=acc_dtype, device=x.device)
     flat_x, flat_y = x.reshape(-1, hidden), y.view(-1, hidden)
     flat_residual = None if residual is None else residual.reshape(-1, hidden)
     flat_s = flat_x if residual is None else s.view(-1, hidden)
-    if dispatch.implementation("rms_norm", x) == "triton":
+    if chosen == "triton":
         from yuan_kernels import triton_forms
 
         triton_forms.rms_norm_forward(flat_x, flat_residual, weight, epsilon, flat_y, flat_s, scale)
@@ -134,7 +141,7 @@ def _block_rows(x: Tensor) -> int:
     """One block off the CPU, because a GPU is faster with few large operations, and for small inputs."""
     if x.device.type != "cpu":
         return max(1, x.shape[0])
-    return max(1, min(x.shape[0], _BLOCK // max(1, x.shape[1])))
+    return max(1, min(x.shape[0], BLOCK // max(1, x.shape[1])))
 
 
 def _buffers(x: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from yuan_kernels import dispatch, reference, registration
-from yuan_kernels.rms_norm import row_blocks
+from yuan_kernels.rms_norm import BLOCK, row_blocks
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,11 +39,24 @@ def _rotate_blocks(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The definition, in blocks of tokens: on a CPU the fp32 copy of a block stays in the cache."""
     batch = x.shape[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dtype == cos.dtype and x.numel() <= BLOCK:
+        _rotate(x, cos.unsqueeze(-2), sin.unsqueeze(-2), y)
+        return y
     flat_x, flat_y = x.flatten(0, 1), y.flatten(0, 1)
     cos, sin = (t.expand(batch, -1, -1).flatten(0, 1) for t in (cos, sin))
     for rows in row_blocks(flat_x.flatten(1)):
         flat_y[rows] = reference.rotary(flat_x[None, rows], cos[None, rows], sin[None, rows])[0]
     return y
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
+    """The definition in the tables' precision, of one block."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    torch.mul(first, cos, out=y[..., :half]).sub_(second * sin)
+    torch.mul(second, cos, out=y[..., half : 2 * half]).add_(first * sin)
+    if 2 * half < x.shape[-1]:
+        y[..., 2 * half :] = x[..., 2 * half :]
 
 
 @_rotary.register_fake

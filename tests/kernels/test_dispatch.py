@@ -260,3 +260,10 @@ def test_small_products_and_other_dtypes_stay_with_torch(monkeypatch):
     small, wide = torch.ones(2, 3), torch.ones(300, 300, dtype=torch.float64)
     assert products.linear(small, small).shape == (2, 2)
     assert products.linear(wide, wide).shape == (300, 300)
+
+
+def test_the_variable_is_looked_up_once_where_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    with dispatch.variable_held():
+        monkeypatch.setenv("YUAN_KERNELS", "reference")
+        assert not dispatch.reference_selected()
+    assert dispatch.reference_selected()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from yuan_kernels import ops
 
@@ -30,11 +29,10 @@ class LayerCache:
     filter_state: ops.FilterState | None
     """(u_last [B, H], c_last [B, channels]), zero before the first token; None without a filter."""
 
-    def write(self, places_BS: Tensor, key_BSMD: Tensor, value_BSMD: Tensor) -> None:
-        """Write keys and values of tokens to their places, of each sequence its own."""
-        rows_B1 = torch.arange(places_BS.shape[0], device=places_BS.device).unsqueeze(1)
-        self.keys_BPMD[rows_B1, places_BS] = key_BSMD
-        self.values_BPMD[rows_B1, places_BS] = value_BSMD
+    def write(self, places_T: Tensor, key_BSMD: Tensor, value_BSMD: Tensor) -> None:
+        """Write keys and values of T = B * S tokens to their places among the B * P of the cache."""
+        self.keys_BPMD.flatten(0, 1).index_copy_(0, places_T, key_BSMD.flatten(0, 1))
+        self.values_BPMD.flatten(0, 1).index_copy_(0, places_T, value_BSMD.flatten(0, 1))
 
 
 class SelfAttention(nn.Module):
@@ -86,9 +84,9 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return [B, S, H] of tokens [first, first + S), and write their keys and values into `cache`.
 
-        `first` may also be the place of each token in the cache, int64 [B, S]. `visible` is bool
-        [B or 1, 1, S, keys], True where a token attends to one of the first so many places. None: each token
-        attends to itself and to all before it; allowed only if `first` is 0, or a number and S is 1.
+        `first` may also be the place of each token among those of all sequences, see `LayerCache.write`.
+        `visible` is as in `ops.masked_attention`, of the first so many places. None: each token attends to
+        itself and to all before it; allowed only if `first` is 0, or a number and S is 1.
         """
         query_BSND, key_BSMD, value_BSMD = self.project(u_BSH, filtered_BSH, rotary)
         if isinstance(first, Tensor):

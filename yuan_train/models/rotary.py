@@ -31,13 +31,31 @@ class RotaryTables:
         return ops.rotary(x_BSND, self.cos, self.sin)
 
 
-def rotary_tables(config: ModelConfig, positions: Tensor, *, length: int, dtype: torch.dtype) -> RotaryTables:
+Frequencies = tuple[Tensor, float]
+"""Those of `rotary_frequencies`, with the factor of the tables."""
+
+
+def rotary_tables(
+    config: ModelConfig,
+    positions: Tensor,
+    *,
+    length: int,
+    dtype: torch.dtype,
+    kept: dict[torch.dtype, Frequencies] | None = None,
+) -> RotaryTables:
     """Return the tables of positions int64 [B or 1, S]: angle = position * frequency.
 
-    `length` is the longest sequence so far, which `dynamic` scaling depends on.
+    `length` is the longest sequence so far, which `dynamic` scaling depends on. `kept`: where a caller keeps
+    frequencies, by precision, from one call to the next.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies, factor = rotary_frequencies(config, length=length, device=positions.device, dtype=wide)
+    found = None if kept is None else kept.get(wide)
+    if found is None:
+        found = rotary_frequencies(config, length=length, device=positions.device, dtype=wide)
+        is_dynamic = config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
+        if kept is not None and not is_dynamic:
+            kept[wide] = found
+    frequencies, factor = found
     if config.rotary_form != "exact":
         frequencies = frequencies.bfloat16()
     narrow = torch.bfloat16 if config.rotary_form == "bf16" else wide

@@ -9,6 +9,7 @@ B = slots, S = tokens that each reads at once, H = hidden size, P = places of th
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
@@ -86,19 +87,25 @@ def step_slots(
     document each, in which nothing is reset.
     """
     x_BSH = model.embedding(x) if model.has_embedding else x
-    is_padding_BS = positions_BS < 0
-    places_BS = positions_BS.masked_fill(is_padding_BS, cache.max_length - 1)
+    places_BS = positions_BS.masked_fill(positions_BS < 0, cache.max_length - 1)
+    firsts_B = torch.arange(0, len(places_BS) * cache.max_length, cache.max_length, device=places_BS.device)
+    places_T = (places_BS + firsts_B.unsqueeze(1)).flatten()
     # Padding attends to the first place: a softmax over no token would be NaN.
     seen_BS = positions_BS.clamp(min=0)
     keys_P = torch.arange(last + 1, device=x_BSH.device)
-    visible = (keys_P <= seen_BS.unsqueeze(-1)).unsqueeze(1)
+    hidden_BSP = keys_P > seen_BS.unsqueeze(-1)
     turned_BS, document_start_BS = seen_BS, positions_BS == 0
     if documents is not None:
         turned_BS, document_start_BS = documents.positions_BS, documents.document_start_BS
-        visible = visible & (keys_P >= documents.visible_from_BS.unsqueeze(-1)).unsqueeze(1)
-    rotary = rotary_tables(model.config, turned_BS, length=last + 1, dtype=x_BSH.dtype)
+        hidden_BSP |= keys_P < documents.visible_from_BS.unsqueeze(-1)
+    # As numbers that are added: of a mask of booleans every layer would make them again.
+    added = torch.zeros(hidden_BSP.shape, dtype=x_BSH.dtype, device=x_BSH.device)
+    added = added.masked_fill_(hidden_BSP, -math.inf).unsqueeze(1)
+    rotary = rotary_tables(
+        model.config, turned_BS, length=last + 1, dtype=x_BSH.dtype, kept=cache.frequencies
+    )
     for layer, block in model.blocks.items():
-        x_BSH = block.step(x_BSH, rotary, cache.layers[layer], places_BS, document_start_BS, visible)
+        x_BSH = block.step(x_BSH, rotary, cache.layers[layer], places_T, document_start_BS, added)
     return model.final_norm(x_BSH) if model.has_head else x_BSH
 
 

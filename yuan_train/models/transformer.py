@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import torch
@@ -28,7 +28,7 @@ from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm, Score
 from yuan_train.models.recompute import KeptDecision, Parts, SaveInParts, SelectiveRecompute
-from yuan_train.models.rotary import RotaryTables, rotary_tables
+from yuan_train.models.rotary import Frequencies, RotaryTables, rotary_tables
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained."""
@@ -54,6 +54,8 @@ class Cache:
     """Tokens per sequence that the cache has room for."""
     length: int = 0
     """Tokens per sequence so far."""
+    frequencies: dict[torch.dtype, Frequencies] = field(default_factory=dict[torch.dtype, Frequencies])
+    """Of the rotary embedding; see `rotary_tables`."""
 
 
 class Transformer(nn.Module):

@@ -116,13 +116,15 @@ def add_embedding_rows(model: Any) -> None:
 
 
 def _lookup(tokens_BS: Tensor, weight: Tensor) -> Tensor:
-    if not weight.requires_grad:
+    if not weight.requires_grad or not torch.is_grad_enabled():
         return F.embedding(tokens_BS, weight)
     return _Lookup.apply(tokens_BS, weight)  # pyright: ignore[reportReturnType]
 
 
 def _linear(module: Any, deferred: DeferredWeightGrads, *, is_column: bool) -> Callable[[Tensor], Tensor]:
     def product(x: Tensor) -> Any:
+        if module.lora_a is None and not torch.is_grad_enabled():
+            return ops.linear(x, module.weight)
         if module.weight.requires_grad:
             return _Linear.apply(x, module.weight, deferred, is_column)
         if module.lora_a is None:

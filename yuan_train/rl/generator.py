@@ -18,14 +18,16 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from yuan_kernels import dispatch
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
+from yuan_train.models.dropout import Keys
 from yuan_train.models.generate import Resets
 from yuan_train.models.sampling import draw, draw_keys
 from yuan_train.models.slots import (
@@ -64,9 +66,8 @@ def num_groups(num_stages: int, *, slots: int, group: int) -> int:
     return -(-prompts // each)
 
 
-@dataclass(frozen=True)
-class Draw:
-    """A token to be drawn: number `position` of an answer."""
+class Draw(NamedTuple):
+    """A token to be drawn: number `position` of an answer. A tuple, as `Token`: there are some each round."""
 
     ticket: Ticket
     number: int
@@ -111,7 +112,9 @@ class Drawing:
     def draw(
         self, model: Transformer, hidden_RH: Tensor, rows: Sequence[int], draws: Sequence[Draw]
     ) -> Tensor:
-        keys = [draw_keys(self.seed, one.ticket.number, one.number, one.position) for one in draws]
+        keys: list[Keys] = []
+        if not self.greedy:
+            keys = [draw_keys(self.seed, one.ticket.number, one.number, one.position) for one in draws]
         return draw(model, hidden_RH, rows, keys, temperature=self.temperature, greedy=self.greedy)
 
     def why_ended(self, ticket: Ticket, ids: Sequence[int]) -> Ended | None:
@@ -120,8 +123,7 @@ class Drawing:
         return "limit" if len(ids) >= self.max_new_tokens else None
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A token that was added to an answer."""
 
     ticket: int | str
@@ -565,23 +567,24 @@ class Engine:
         self.drawn.clear()
         if self._bridge is not None:
             self._bridge.resize((*shape, self._hidden))
-        with as_training_error(self._runtime.coord):
+        with as_training_error(self._runtime.coord), dispatch.variable_held():
             self._executor.run(self._program)
 
     def _exchange(self, counts: dict[int, int]) -> dict[int, list[tuple[float, ...]]]:
         """What was drawn of each group, by group, on all ranks: only one adds what is not zero."""
+        if self._ranks is None:
+            return {n: [tuple(one) for one in self.drawn[n].tolist()] for n in counts}
         flat = torch.zeros(sum(counts.values()), self.draws.width, dtype=torch.float64)
         parts = dict(zip(counts, flat.split(list(counts.values())), strict=True))
         for number, drawn in self.drawn.items():
-            if self._ranks is None or self._runtime.coord.tensor_rank == 0:
+            if self._runtime.coord.tensor_rank == 0:
                 parts[number].copy_(drawn)
-        if self._ranks is not None:
-            what = "the sum of the drawn tokens"
-            with (
-                as_training_error(self._runtime.coord),
-                blame_peers(what, dist.get_process_group_ranks(self._ranks)),
-            ):
-                dist.all_reduce(flat, group=self._ranks)
+        what = "the sum of the drawn tokens"
+        with (
+            as_training_error(self._runtime.coord),
+            blame_peers(what, dist.get_process_group_ranks(self._ranks)),
+        ):
+            dist.all_reduce(flat, group=self._ranks)
         return {n: [tuple(one) for one in part.tolist()] for n, part in parts.items()}
 
 

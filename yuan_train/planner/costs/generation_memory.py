@@ -78,10 +78,8 @@ def drawing_bytes(draws: int, words: float) -> float:
     """Most bytes at once while so many tokens are drawn, each of `words` logits.
 
     The logits are in fp64, and beside them the larger of their exponentials (logsumexp) and, of
-    DRAWN_ELEMENTS of them at a time, in whole rows, a copy and three more while their noise is made. While
-    the next such part is made, the noisy logits of the last one are still there.
+    DRAWN_ELEMENTS of them at a time (on a CPU fewer), in whole rows, a copy and two more while their noise is
+    made.
     """
     rows = min(max(int(DRAWN_ELEMENTS // words), 1), draws)
-    following = min(rows, draws - rows)
-    at_once = max(4 * rows, rows + 4 * following if following else 0)
-    return 8.0 * words * (draws + max(draws, at_once))
+    return 8.0 * words * (draws + max(draws, 3 * rows))
