@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,9 +33,11 @@ from yuan_train.parallel import links
 from yuan_train.parallel.links import Link
 from yuan_train.rl.apart import _Server  # pyright: ignore[reportPrivateUsage]
 from yuan_train.rl.engines import Channel
-from yuan_train.rl.generator import Engine, EngineClock, NotFiniteDraw
+from yuan_train.rl.generator import Drawing, Engine, EngineClock, NotFiniteDraw
 from yuan_train.rl.job import check_supported
-from yuan_train.rl.tickets import Sample
+from yuan_train.rl.offers import Desk, Offers
+from yuan_train.rl.service import Requests
+from yuan_train.rl.tickets import Sample, Ticket
 
 POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
 
@@ -198,15 +200,17 @@ def check_messages(told: dict[int, tuple[int, str]], victim: int) -> None:
             assert re.search(r"ranks? \d.* (is|are) gone or stuck", line), line
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness: int) -> None:
+@pytest.mark.parametrize(
+    "staleness, weights", [(0, "between_batches"), (1, "between_batches"), (1, "in_flight")]
+)
+def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness: int, weights: str) -> None:
     """A rank of an engine of two is killed: the other rank ends, and the other engine answers what was asked.
     In sync mode answers stay those of one process. When it is killed as well, the run ends."""
     path = write_rl(tmp_path)
     save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=staleness))
     log = tmp_path / "log"
     words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={log}"]
-    changes = ["generation.on_lost_engine=go_on", "train.steps=100000"]
+    changes = ["generation.on_lost_engine=go_on", "train.steps=100000", f"generation.weights={weights}"]
     with start_ranks([*words, *changes], tmp_path, 5) as ranks:
         for victim in (3, 4):
             wanted, deadline = num_steps(log) + 2, time.monotonic() + 120
@@ -275,17 +279,98 @@ def test_a_rank_that_is_killed_while_the_groups_of_its_role_are_made_is_named(tm
         assert code == 1 and "rank 1 (policy rank 1 on " in said and "does not answer: killed" in said, said
 
 
+def test_in_flight_engines_take_weights_and_tickets_between_two_rounds(tmp_path: Path) -> None:
+    """Two engines, one of two stages, that draw tickets themselves: each answer is there once, none is older
+    than the bound, and evaluations are of the weights that were published. What is drawn before any weights
+    come is what is drawn in between batches."""
+    path = write_rl(tmp_path)
+    measured = (
+        f"data.evaluation={tmp_path / 'prompts.jsonl'}",
+        "evaluation={every: 2, samples: 4, temperature: 1.0, at_start: true}",
+    )
+    flight = ("generation.weights=in_flight", "train.steps=6", "algorithm.filter=zero_variance")
+    logs = {"flight": (*flight, *measured), "batches": ("train.steps=1",)}
+    spawn(
+        run_cases,
+        5,
+        [
+            (path, (*more, f"log.directory={tmp_path / name}"), roles_of(path, staleness=2), free_port())
+            for name, more in logs.items()
+        ],
+    )
+    curve = read_lines(tmp_path / "flight")
+    assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6]
+    assert curve[-1]["next_ticket"] == 6 * 2 + sum(line["groups_filtered"] for line in curve)
+    assert max(line["staleness_max"] for line in curve) <= 2 and curve[0]["staleness_max"] == 0
+    assert all(0 < line["slots_filled"] <= 1 and line["rounds"] > 0 for line in curve)
+    first, other = (read_lines(tmp_path / name, "samples.jsonl")[0] for name in logs)
+    assert first == other
+    (line,) = run_rl(RLCase(path, tmp_path / "alone", overrides=("train.steps=1", *measured)))
+    assert line["evaluation_at_start"] == curve[0]["evaluation_at_start"]
+
+
+@dataclass
+class Counter:
+    """A store of one process."""
+
+    held: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def add(self, key: str, amount: int) -> int:
+        self.held[key] = self.held.get(key, 0) + amount
+        return self.held[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value
+
+    def get(self, key: str) -> str:
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+
+def test_engines_draw_each_ticket_once_and_those_of_a_lost_one_are_known() -> None:
+    store = cast(Any, Counter())
+    offers, drawing = Offers(store, 2), Drawing(seed=0, max_new_tokens=4, stop_ids=frozenset())
+    ends = [(Mail(), Mail()) for _ in range(2)]
+    desks: list[Desk] = []
+    for number, (here, there) in enumerate(ends):
+        here.other, there.other = there, here
+        desks.append(Desk(Channel(cast(Link, there), 0), store, number))
+    channels = [Channel(cast(Link, here), 0) for here, _ in ends]
+
+    def offer(*numbers: int) -> None:
+        message = ("offer", offers.make([Ticket(n, (1,), 2) for n in numbers]), drawing)
+        for channel in channels:
+            channel.send(message)
+
+    def drawn(engine: int, free: int) -> list[int]:
+        return [order[1].number for order in desks[engine].orders(free, wait=True)]
+
+    offer(10, 11, 12, 13)
+    assert drawn(0, 2) == [10] and drawn(1, 4) == [11, 12] and drawn(0, 1) == [13]
+    assert offers.lost([10, 11, 12, 13], left=(0, 1)) == []
+    assert offers.lost([10, 11, 12, 13], left=(1,)) == [10, 13]
+    # What is asked for again is behind all that is offered.
+    offer(10)
+    assert drawn(1, 1) == [10] and offers.lost([10, 11], left=(1,)) == []
+    channels[0].send(("weights", 3))
+    assert desks[0].orders(0, wait=True) == [("weights", 3)]
+    channels[0].send(("stop",))
+    assert desks[0].orders(0, wait=True) == [("stop",)]
+
+
 @dataclass
 class Mail:
     """A link's end without processes: what is sent waits for the other end, and is held until waited for."""
 
-    arriving: deque[torch.Tensor] = field(default_factory=deque[torch.Tensor])
+    arriving: queue.SimpleQueue[torch.Tensor] = field(default_factory=queue.SimpleQueue[torch.Tensor])
     other: Mail | None = None
     held: int = 0
 
     def send(self, tensor: torch.Tensor, receiver: int) -> Callable[[], None]:
         assert self.other is not None
-        self.other.arriving.append(tensor.clone())
+        self.other.arriving.put(tensor.clone())
         self.held += 1
 
         def wait() -> None:
@@ -294,7 +379,7 @@ class Mail:
         return wait
 
     def receive(self, tensor: torch.Tensor, sender: int) -> Callable[[], None]:
-        return lambda: None if tensor.copy_(self.arriving.popleft()) is tensor else None
+        return lambda: None if tensor.copy_(self.arriving.get()) is tensor else None
 
 
 def test_messages_that_were_read_are_let_go() -> None:
@@ -328,14 +413,15 @@ def test_an_engine_tells_the_policy_of_weights_at_fault_alone() -> None:
 
         server = object.__new__(_Server)
         orders = iter([("generate", [], None), ("stop",)])
-        server._next = lambda: next(orders)
-        server._engine = cast(Any, SimpleNamespace(generate=generate, clock=EngineClock()))
-        server._channel = cast(Any, SimpleNamespace(send=told.append))
+        channel = SimpleNamespace(send=told.append, receive=lambda: next(orders), flush=lambda: None)
+        server.requests = Requests(cast(Any, None), cast(Channel, channel), 0, None)
+        server._engine = cast(Any, SimpleNamespace(generate=generate, clock=EngineClock(), num_slots=1))
+        server._version = 0
         server.run()
         return told
 
-    (answer,) = served(NotFiniteDraw("ticket 2"))
-    assert answer["error"] == "ticket 2" and answer["samples"] == []
+    answer, last = served(NotFiniteDraw("ticket 2"))
+    assert answer.error == "ticket 2" and answer.samples == [] and last is None
     with pytest.raises(TrainingError, match="the log-probability did not come"):
         served(TrainingError("rank 1 is gone: the log-probability did not come"))
 

@@ -335,3 +335,45 @@ def test_a_checkpoint_of_another_model(project: Path, tmp_path: Path) -> None:
     assert state["rl"]["progress"]["next_ticket"] == 2
     with pytest.raises(CheckpointError, match="holds another model: vocab_size 64 there, 128 here"):
         prepare_rl(load_rl(project, (directory, "model.vocab_size=128")), None, Position())
+
+
+def test_a_batch_is_passed_over_several_times(tmp_path: Path) -> None:
+    """The first pass is that of one alone, and what is clipped is seen in the later ones."""
+    path = write_rl(tmp_path)
+    steps = "train.steps=1"
+    (once,) = run_rl(RLCase(path, tmp_path / "once", overrides=(steps,)))
+    (thrice,) = run_rl(RLCase(path, tmp_path / "thrice", overrides=(steps, "algorithm.epochs=3")))
+    assert (once["optimizer_steps"], thrice["optimizer_steps"]) == (1, 3)
+    assert thrice["tokens"] == 3 * once["tokens"] and thrice["reward"] == once["reward"]
+    assert once["ratio_max"] == pytest.approx(1, abs=1e-9) and thrice["ratio_max"] > 1.001
+    assert thrice["log_prob_gap"]["max"] < 1e-9
+
+
+def test_answers_that_reached_the_limit_leave_the_loss_and_not_the_comparison(tmp_path: Path) -> None:
+    path = write_rl(tmp_path)
+    whole, masked = tmp_path / "whole", tmp_path / "masked"
+    (first,) = run_rl(RLCase(path, whole, overrides=("train.steps=1",)))
+    (second,) = run_rl(RLCase(path, masked, overrides=("train.steps=1", "algorithm.mask_truncated=true")))
+    assert 0 < first["truncated"] < 1
+    assert first["reward"] == second["reward"] and first["grad_norm"] != second["grad_norm"]
+    # Without an answer that ends, nothing is learned.
+    none = ("train.steps=1", "algorithm.mask_truncated=true", "generation.stop_ids=[]")
+    (third,) = run_rl(RLCase(path, tmp_path / "none", overrides=none))
+    assert third["truncated"] == 1 and third["optimizer_steps"] == 0 and third["grad_norm"] == 0
+
+
+def test_the_best_weights_are_kept_and_those_before_the_first_step_measured(tmp_path: Path) -> None:
+    path = write_rl(tmp_path)
+    measured = (
+        f"data.evaluation={tmp_path / 'prompts.jsonl'}",
+        "evaluation={every: 1, samples: 4, temperature: 1.0, at_start: true, keep_best: true}",
+        f"checkpoint={{directory: {tmp_path / 'c'}, every: 1, keep: 1}}",
+        "train.steps=4",
+    )
+    lines = run_rl(RLCase(path, tmp_path / "log", overrides=measured))
+    assert set(lines[0]["evaluation_at_start"]) == set(lines[0]["evaluation"])
+    assert all(line.get("evaluation_at_start") is None for line in lines[1:])
+    scores = [(line["evaluation"]["pass_1"], line["evaluation"]["mean_reward"]) for line in lines]
+    best = 1 + max(range(4), key=lambda n: (scores[n], -n))
+    kept = {int(folder.name.removeprefix("step-")) for folder in (tmp_path / "c").glob("step-*")}
+    assert kept == {best, 4}

@@ -36,14 +36,15 @@ def save_checkpoint(
     state: Mapping[str, Any],
     tokenizer: Path | None = None,
     keep: int = 0,
+    best: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write the checkpoint of a step and return its directory; collective over all ranks.
 
     `tensors` are this rank's, by global name; a box that several ranks hold is written once. `state` must be
     plain JSON values, the same on every rank. `tokenizer` is a file to copy into the checkpoint. The `keep`
-    newest complete checkpoints stay (0: all). `group` has all ranks (None: the default group); in a thread it
-    must be a group that nothing else uses.
+    newest complete checkpoints stay (0: all), and that of step `best`. `group` has all ranks (None: the
+    default group); in a thread it must be a group that nothing else uses.
 
     Raises CheckpointError, on every rank, if it cannot be written; older checkpoints are then untouched.
     """
@@ -61,7 +62,7 @@ def save_checkpoint(
             f"{final}: cannot be written: {cause}{where}; older checkpoints are untouched. "
             "Free some space, or give another checkpoint.directory"
         ) from error
-    _on_rank_zero(lambda: _remove_old(directory, keep, newest=final), group)
+    _on_rank_zero(lambda: _remove_old(directory, keep, newest=final, best=best), group)
     return final
 
 
@@ -174,10 +175,10 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
+def _remove_old(directory: Path, keep: int, *, newest: Path, best: int | None) -> None:
     """Remove what interrupted saves left, and all but the `keep` newest complete checkpoints (0: none).
 
-    `newest` was just written, and always stays.
+    `newest` was just written, and always stays, as does that of step `best`.
     """
     for leftover in (*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -186,7 +187,8 @@ def _remove_old(directory: Path, keep: int, *, newest: Path) -> None:
     others = (directory / step_name(step) for step in steps_in(directory))
     complete = [path for path in others if path != newest and not any(faults_of(path))]
     for path in complete[keep - 1 :]:
-        shutil.rmtree(path, ignore_errors=True)
+        if best is None or path.name != step_name(best):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove_temporary(temporary: Path) -> None:

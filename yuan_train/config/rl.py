@@ -107,8 +107,8 @@ class GenerationConfig:
     prefill_chunk: Count = 512
     """Tokens of a prompt that are read at a time."""
     weights: Literal["between_batches", "in_flight"] = "between_batches"
-    """When engines of their own take new weights: when the answers of a batch are written, or between two
-    tokens; `in_flight` is not there yet."""
+    """When engines of their own take new weights in async mode: when the answers of a batch are written; or
+    between two tokens, with the next batch's prompts in slots as they become free."""
     on_lost_engine: OnLostEngine = "stop"
     """When an engine of several on cards of their own is lost: end the run, or go on with the others."""
 
@@ -220,6 +220,10 @@ class AlgorithmConfig:
     """Largest weight of a token under `aipo` and `decoupled`."""
     updates: Count = 1
     """Optimizer steps for a batch, each on its part of the groups."""
+    epochs: Count = 1
+    """Passes over a batch, each of so many updates; ratios are to the policy at the batch's start."""
+    mask_truncated: bool = False
+    """Answers that reached max_new_tokens count in the comparison of rewards and not in the loss."""
     filter: Literal["none", "zero_variance"] = "none"
     """`zero_variance`: groups of equal rewards are replaced by those of further prompts."""
     max_refill: Count = 4
@@ -287,6 +291,11 @@ class RLEvaluationConfig:
     """0: the most probable token."""
     prompts: Count = 256
     """The first so many of the file."""
+    at_start: bool = False
+    """Measure the weights before the first step too."""
+    keep_best: bool = False
+    """Save a checkpoint where pass_1 (of equals, mean_reward) is the best so far, and keep the last of these
+    beside those of checkpoint.keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,9 +435,21 @@ def validate_rl(run: RLConfig) -> Iterator[Violation]:
             f"{run.schedule.staleness}, but in sync mode no answer is older than its batch; leave it out, or "
             "set mode: async",
         )
+    if run.schedule.mode == "sync" and run.generation.weights == "in_flight":
+        yield Violation(
+            ("generation", "weights"),
+            "in_flight, but in sync mode engines wait for the weights of each batch; leave it out, or set "
+            "schedule.mode: async",
+        )
     evaluation = run.evaluation
-    if evaluation.every and run.data.evaluation is None:
-        yield Violation(("evaluation", "every"), "there is nothing to measure; give data.evaluation")
+    for key in ("every", "at_start"):
+        if getattr(evaluation, key) and run.data.evaluation is None:
+            yield Violation(("evaluation", key), "there is nothing to measure; give data.evaluation")
+    if evaluation.keep_best and not (evaluation.every and run.checkpoint.directory):
+        yield Violation(
+            ("evaluation", "keep_best"),
+            "true: wanted evaluation.every, by which the best is found, and checkpoint.directory for it",
+        )
     if evaluation.samples > 1 and not evaluation.temperature:
         yield Violation(
             ("evaluation", "samples"),
@@ -478,12 +499,6 @@ def _sizes(run: RLConfig) -> Iterator[Violation]:
         yield Violation(
             ("train", "micro_batch_size"),
             f"{rows} answers of an update do not divide into micro-batches of {train.micro_batch_size}",
-        )
-    if generation.weights == "in_flight":
-        yield Violation(
-            ("generation", "weights"),
-            "in_flight: engines do not take weights between two tokens yet; set between_batches, or leave it "
-            "out",
         )
     if generation.slots is not None and generation.slots % group:
         yield Violation(

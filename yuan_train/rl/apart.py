@@ -3,14 +3,15 @@
 The controller is rank 0 of the policy. Tickets of batch k are issued when version k - staleness is published
 (`schedule.flow.newest_batch`), and consumed in their order, so that an answer's weights are never older than
 the bound and none is thrown away for its age. An engine does what it is told in the order in which
-it is told: take weights, answer tickets, stop. While it answers, the policy trains.
+it is told: take weights, answer tickets, stop. While it answers, the policy trains. In flight
+(`generation.weights`) it takes weights between two rounds, and draws tickets from those offered to all.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,38 +27,39 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.groups import (
-    as_training_error,
-    guard_world_collective,
-    wait_for_world,
-)
-from yuan_train.parallel.links import RolePosition, enter_role, join_role, move_weights
-from yuan_train.parallel.transport import blame_peers, wait_for_all
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
+from yuan_train.parallel.links import RolePosition, move_weights
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
     Channel,
     Engines,
     connect_seconds,
     engine_ranks,
-    fates_of,
     job_ranks,
     message_link,
     shares_of,
     weight_buckets,
     weight_link,
 )
-from yuan_train.rl.generator import Drawing, NotFiniteDraw, make_engine, pipeline_group
+from yuan_train.rl.generator import (
+    Drawing,
+    DrawnByTicket,
+    EngineClock,
+    NotFiniteDraw,
+    Token,
+    make_engine,
+    pipeline_group,
+)
 from yuan_train.rl.job import RLJob
+from yuan_train.rl.offers import Desk, Offers
 from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers
+from yuan_train.rl.service import Requests, joining
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.build import DTYPES, build_part, own_weights
-from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
-from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.run import stop_on_sigterm
 from yuan_train.train.step import Trainer
 
 
@@ -66,25 +68,42 @@ class Told:
     """What the engines have told of a batch, for the metrics."""
 
     versions: tuple[int, ...]
-    """Of the weights that drew each group."""
+    """Of the weights that drew each group's first tokens."""
     engine_seconds: float
     """Of generation, the busiest engine's."""
     rounds: int
     """The most of any engine."""
+    slots_filled: float
+    """Share of the slots that got a token, over all rounds of all engines."""
     sync_seconds: float
     """In which the policy packed weights and waited for those before to be taken."""
     sync_bytes: int
 
 
 @dataclass(frozen=True)
-class _ToldOfTicket:
-    """What an engine told of a ticket: the version of its weights, and the ticket's part of what a message of
-    several took."""
+class Answered:
+    """A message of an engine: all answers to some tickets."""
 
+    samples: Sequence[Sample]
     version: int
-    engine: int
+    """Of the weights that drew their first tokens."""
     seconds: float
+    """Of the engine since the message before, as the others."""
     rounds: float
+    filled: float
+    """Slots that got a token, over all rounds."""
+    slots: int
+    """Of the engine."""
+    error: str | None = None
+    """What is wrong with the weights."""
+
+
+@dataclass(frozen=True)
+class _ToldOfTicket:
+    """A ticket's part of what a message told."""
+
+    engine: int
+    message: Answered
 
 
 class RemoteCollector(Collector):
@@ -111,6 +130,9 @@ class RemoteCollector(Collector):
             timeout_seconds=connect_seconds(run.train),
             on_lost=run.generation.on_lost_engine,
         )
+        self._offers: Offers | None = None
+        if run.generation.weights == "in_flight":
+            self._offers = Offers(position.store, len(roles.engine_shares))
         self._published = -1
         self._issued = 0
         self._owner: dict[int | str, int] = {}
@@ -151,16 +173,21 @@ class RemoteCollector(Collector):
 
     def told(self, tickets: Sequence[int]) -> Told:
         """What the engines told of a batch of these tickets; on rank 0 with seconds."""
-        versions = tuple(self._told[number].version for number in tickets)
+        versions = tuple(self._told[number].message.version for number in tickets)
         seconds, rounds = dict[int, float](), dict[int, float]()
+        filled = room = 0.0
         for told in self._told.values():
-            seconds[told.engine] = seconds.get(told.engine, 0.0) + told.seconds
-            rounds[told.engine] = rounds.get(told.engine, 0.0) + told.rounds
+            message = told.message
+            seconds[told.engine] = seconds.get(told.engine, 0.0) + message.seconds
+            rounds[told.engine] = rounds.get(told.engine, 0.0) + message.rounds
+            filled += message.filled
+            room += message.rounds * message.slots
         self._told.clear()
         return Told(
             versions,
             max(seconds.values()),
             round(max(rounds.values())),
+            filled / max(room, 1.0),
             self._sync_seconds,
             self._sync_bytes,
         )
@@ -176,6 +203,13 @@ class RemoteCollector(Collector):
 
     def _ask(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
         """Ask the engines that are left; one that is lost now has its tickets in `_open`."""
+        if self._offers is not None:
+            self._owner |= dict.fromkeys((ticket.number for ticket in tickets), -1)
+            if self._engines.is_controller:
+                self._open |= {ticket.number: (ticket, drawing) for ticket in tickets}
+                with as_training_error(self._trainer.runtime.coord):
+                    self._engines.tell_all(("offer", self._offers.make(tickets), drawing))
+            return
         left = self._engines.left
         for engine, own in zip(left, share_out(tickets, shares_of(self._shares, left)), strict=True):
             self._owner |= dict.fromkeys((ticket.number for ticket in own), engine)
@@ -188,10 +222,16 @@ class RemoteCollector(Collector):
     def _ask_again(self) -> None:
         """Ask the engines that are left for what those that are lost have not answered, in its order."""
         per_step = self._job.run.train.prompts_per_step
-        while lost := [n for n in self._open if self._owner[n] not in self._engines.left]:
+        while lost := self._lost():
             drawing = self._open[lost[0]][1]
             same = [n for n in lost if self._open[n][1] == drawing][:per_step]
             self._ask([self._open[n][0] for n in same], drawing)
+
+    def _lost(self) -> list[int | str]:
+        """What an engine that is lost had to answer."""
+        if self._offers is not None:
+            return self._offers.lost(self._open, self._engines.left)
+        return [n for n in self._open if self._owner[n] not in self._engines.left]
 
     def _generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[list[Sample]]:
         """The answers to each ticket, on all ranks of the policy; waits for the engines that have them."""
@@ -202,8 +242,8 @@ class RemoteCollector(Collector):
             self._issued = max([self._issued, *(number + 1 for number in numbers)])
         with as_training_error(self._trainer.runtime.coord):
             for ticket in tickets if self._engines.is_controller else ():
-                while len(self._found.get(ticket.number, ())) < ticket.count:
-                    self._take(self._owner[ticket.number])
+                while ticket.number not in self._found:
+                    self._take()
                     self._ask_again()
         wait_for_world(self._trainer.runtime.coord, "the engines' answers")
         told: list[Any] = [None]
@@ -218,23 +258,30 @@ class RemoteCollector(Collector):
         self._told |= {number: found for number, found in told[0][1].items() if isinstance(number, int)}
         return told[0][0]
 
-    def _take(self, engine: int) -> None:
-        """The next answers of an engine; none if it is lost and others are left."""
-        answers = self._engines.hear(engine)
-        if answers is None:
+    def _take(self) -> None:
+        """The next answers of any engine; none if it is lost and others are left."""
+        engine, message = self._engines.hear()
+        if message is None:
             return
-        if answers["error"] is not None:
-            raise TrainingError(f"engine {engine}: {answers['error']}")
-        for sample in answers["samples"]:
-            self._found.setdefault(sample.ticket, []).append(sample)
-        tickets = {sample.ticket for sample in answers["samples"]}
-        for ticket in tickets:
-            del self._open[ticket]
-        count = max(len(tickets), 1)
-        told = _ToldOfTicket(
-            answers["version"], engine, answers["seconds"] / count, answers["rounds"] / count
+        assert isinstance(message, Answered)
+        if message.error is not None:
+            raise TrainingError(f"engine {engine}: {message.error}")
+        found: dict[int | str, list[Sample]] = {}
+        for sample in message.samples:
+            found.setdefault(sample.ticket, []).append(sample)
+        count = max(len(found), 1)
+        part = replace(
+            message,
+            samples=(),
+            seconds=message.seconds / count,
+            rounds=message.rounds / count,
+            filled=message.filled / count,
         )
-        self._told_early |= dict.fromkeys(tickets, told)
+        for ticket, samples in found.items():
+            # Else a second answer: it was asked for again when an engine was lost.
+            if self._open.pop(ticket, None) is not None:
+                self._found[ticket] = samples
+                self._told_early[ticket] = _ToldOfTicket(engine, part)
 
 
 # --- an engine -------------------------------------------------------------------------------------------
@@ -254,16 +301,8 @@ def serve(job: EngineJob) -> None:
     run, roles = job.run, job.roles
     plan = roles.roles.generation.plan
     assert plan is not None, "roles are apart"
-    position = join_role(
-        job_ranks(roles),
-        fates=fates_of(roles, run.generation.on_lost_engine),
-        startup_seconds=run.train.startup_timeout,
-    )
-    dtype = DTYPES[run.train.precision]
-    # The policy ends the run, also on SIGTERM; engines then hear of it.
-    explaining = explaining_memory(plan, position.rank, job.device)
-    with stop_on_sigterm(), ending_together(position.board, job.device), position.naming_role(), explaining:
-        enter_role(position, device=job.device, timeout_seconds=run.train.timeout)
+    with joining(run, roles, plan, job.device) as position:
+        dtype = DTYPES[run.train.precision]
         settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
         sharding, row_blocks = sharding_of(run.model)
         parts = ModelParts(
@@ -283,7 +322,21 @@ def serve(job: EngineJob) -> None:
             trained=False,
         )
         with as_training_error(runtime.coord):
-            _Server(job, runtime, position, dtype).run()
+            server = _Server(job, runtime, position, dtype)
+            if run.generation.weights == "in_flight":
+                server.run_in_flight()
+            else:
+                server.run()
+
+
+@dataclass
+class _UnderWay:
+    """A ticket that is answered."""
+
+    count: int
+    version: int
+    """Of the weights when it was begun."""
+    samples: list[Sample] = field(default_factory=list[Sample])
 
 
 class _Server:
@@ -294,17 +347,21 @@ class _Server:
         coord, grid = runtime.coord, runtime.grid
         self._group = pipeline_group(runtime, timeout_seconds=run.train.timeout)
         leader, ranks = engine_ranks(roles)[coord.pipeline][0], job_ranks(roles)
-        self._leader = leader - ranks["generation"].start
-        self._channel: Channel | None = None
+        channel: Channel | None = None
         controller = ranks["policy"].start
         if position.job_rank == leader:
             talk = message_link(roles, coord.pipeline, position, connect_seconds(run.train))
-            self._channel = Channel(talk, controller)
+            channel = Channel(talk, controller)
+        self.requests = Requests(coord, channel, leader - ranks["generation"].start, self._group)
         self._link = weight_link(roles, coord.pipeline, position, connect_seconds(run.train))
         self._first = weight_buckets(roles, dtype.itemsize, trained=False)[coord.pipeline]
         self._buckets = weight_buckets(roles, dtype.itemsize, trained=True)[coord.pipeline]
         tell_launcher(position.job_rank)
         self._runtime, self._position, self._dtype = runtime, position, dtype
+        self._version = -1
+        self._draws = DrawnByTicket()
+        self._under_way: dict[int | str, _UnderWay] = {}
+        """In flight."""
         pipeline = grid.plan.pipelines[coord.pipeline]
         self._engine = make_engine(
             runtime,
@@ -317,23 +374,10 @@ class _Server:
         )
 
     def run(self) -> None:
-        """Do what the controller says, in order."""
-        version = -1
-        while True:
-            kind, *rest = self._next()
-            if kind == "stop":
-                return
+        """Do what the controller says, in order: an engine has new weights between two batches."""
+        for kind, *rest in self.requests:
             if kind == "weights":
-                buckets = self._first if version < 0 else self._buckets
-                version = rest[0]
-                move_weights(
-                    buckets,
-                    own_weights(self._runtime),
-                    self._runtime.shards,
-                    link=self._link,
-                    job_rank=self._position.job_rank,
-                    dtype=self._dtype,
-                )
+                self._take_weights(rest[0])
                 continue
             tickets, drawing = cast("tuple[list[Ticket], Drawing]", tuple(rest))
             start, samples, error = time.perf_counter(), list[Sample](), None
@@ -341,24 +385,89 @@ class _Server:
                 samples = self._engine.generate(tickets, drawing)
             except NotFiniteDraw as failure:
                 error = str(failure)
-            if self._channel is not None:
-                self._channel.send(
-                    {
-                        "version": version,
-                        "seconds": time.perf_counter() - start,
-                        "rounds": self._engine.clock.rounds,
-                        "samples": samples,
-                        "error": error,
-                    }
-                )
+            self._answer(samples, self._version, time.perf_counter() - start, EngineClock(), error)
+        self.requests.end()
 
-    def _next(self) -> Any:
-        """The next message, on all ranks of the engine."""
-        told: list[Any] = [self._channel.receive() if self._channel is not None else None]
-        if self._group is not None:
-            what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
-            with as_training_error(self._runtime.coord):
-                wait_for_all(ranks, what, self._group)
-                with blame_peers(what, ranks):
-                    dist.broadcast_object_list(told, src=self._leader, group=self._group)
-        return told[0]
+    def run_in_flight(self) -> None:
+        """Answer tickets as they are drawn, without an end between batches, and take weights between two
+        rounds: keys and values of the tokens so far stay those of the weights that made them."""
+        engine, channel = self._engine, self.requests.channel
+        engine.begin(self._draws)
+        desk = None
+        if channel is not None:
+            desk = Desk(channel, self._position.store, self._runtime.coord.pipeline)
+        told, since, has_news = EngineClock(), time.perf_counter(), True
+        while True:
+            if has_news or engine.is_idle:
+                began = time.perf_counter()
+                orders = desk.orders(engine.num_free, wait=engine.is_idle) if desk is not None else None
+                if not self._follow(self.requests.tell(orders)):
+                    self.requests.end()
+                    return
+                since += time.perf_counter() - began
+            if engine.is_idle:
+                continue
+            try:
+                # The other ranks hear of what the leader has by the sum of the tokens, a round later.
+                tokens = engine.step(news=desk is not None and desk.has_news(engine.num_free))
+            except NotFiniteDraw as failure:
+                self._answer([], self._version, 0.0, told, str(failure))
+                self._under_way.clear()
+                engine.begin(self._draws)
+                continue
+            has_news = engine.has_news or self._group is None
+            for answers in self._ended(tokens):
+                now = time.perf_counter()
+                self._answer(answers.samples, answers.version, now - since, told)
+                told, since = replace(engine.clock), now
+
+    def _follow(self, orders: Sequence[Sequence[Any]]) -> bool:
+        """Do what the leader's desk gave; whether the engine is to go on."""
+        for kind, *rest in orders:
+            if kind == "stop":
+                return False
+            if kind == "weights":
+                self._take_weights(rest[0])
+                continue
+            ticket, drawing = cast("tuple[Ticket, Drawing]", tuple(rest))
+            self._draws.drawings[ticket.number] = drawing
+            self._under_way[ticket.number] = _UnderWay(ticket.count, self._version)
+            self._engine.join([ticket])
+        return True
+
+    def _ended(self, tokens: Sequence[Token]) -> Iterator[_UnderWay]:
+        """The tickets whose last answers these tokens ended."""
+        for sample in (token.sample for token in tokens):
+            if sample is None:
+                continue
+            answers = self._under_way[sample.ticket]
+            answers.samples.append(sample)
+            if len(answers.samples) == answers.count:
+                del self._under_way[sample.ticket], self._draws.drawings[sample.ticket]
+                answers.samples.sort(key=lambda one: one.number)
+                yield answers
+
+    def _take_weights(self, version: int) -> None:
+        move_weights(
+            self._first if self._version < 0 else self._buckets,
+            own_weights(self._runtime),
+            self._runtime.shards,
+            link=self._link,
+            job_rank=self._position.job_rank,
+            dtype=self._dtype,
+        )
+        self._version = version
+
+    def _answer(
+        self,
+        samples: Sequence[Sample],
+        version: int,
+        seconds: float,
+        told: EngineClock,
+        error: str | None = None,
+    ) -> None:
+        """Tell the controller; `told` is the clock as it was told of before."""
+        clock = self._engine.clock
+        rounds, filled = clock.rounds - told.rounds, clock.filled - told.filled
+        slots = self._engine.num_slots
+        self.requests.answer(Answered(samples, version, seconds, rounds, filled, slots, error))

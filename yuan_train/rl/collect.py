@@ -39,7 +39,9 @@ class Collected:
     """Of these, those that were replaced."""
     failed: int
     rounds: int
-    """Of generation, the most of any pipeline; 0 where other cards generate."""
+    """Of generation, the most of any pipeline; 0 where other cards generate, as the next."""
+    slots_filled: float
+    """Share of the slots that got a token, over all rounds."""
     generation_seconds: float
     scoring_seconds: float
 
@@ -62,8 +64,8 @@ class Collector:
         self._scorers = scorers
         run = job.run
         self._reward_model = reward_model
-        self._rounds = 0
-        """Of the batch that is collected, the most of any pipeline."""
+        self._rounds = self._filled = self._room = 0
+        """Of the batch that is collected: the most of any pipeline, and slots with a token, of how many."""
         self._drawing = Drawing(
             seed=run.train.seed,
             max_new_tokens=run.generation.max_new_tokens,
@@ -84,7 +86,7 @@ class Collector:
         zero_variance = filtered = failed = 0
         seconds = [0.0, 0.0]
         error: str | None = None
-        self._rounds = 0
+        self._rounds = self._filled = self._room = 0
         while len(kept) < wanted:
             count = min(wanted - len(kept), last - ticket)
             if not count:
@@ -113,6 +115,7 @@ class Collector:
             filtered,
             failed,
             self._rounds,
+            self._filled / max(self._room, 1),
             generation_seconds=seconds[0],
             scoring_seconds=seconds[1],
         )
@@ -185,17 +188,20 @@ class Collector:
         shares, coord = self._job.shares, self._trainer.runtime.coord
         assert self._engine is not None
         mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing)
-        rounds = self._engine.clock.rounds
+        clock = self._engine.clock
+        clocks = [(clock.rounds, clock.filled, clock.rounds * self._engine.num_slots)]
         if len(shares) > 1:
             wait_for_world(coord, "the other pipelines' answers")
             grid = self._trainer.runtime.grid
             is_first = coord.rank == min(r for replica in grid.replicas(coord.pipeline) for r in replica)
             gathered: list[Any] = [None] * dist.get_world_size()
             with guard_world_collective(coord, "the gathering of answers"):
-                dist.all_gather_object(gathered, (mine if is_first else [], rounds))
+                dist.all_gather_object(gathered, (mine if is_first else [], clocks[0] if is_first else None))
             mine = [sample for samples, _ in gathered for sample in samples]
-            rounds = max(own for _, own in gathered)
-        self._rounds += rounds
+            clocks = [own for _, own in gathered if own is not None]
+        self._rounds += max(rounds for rounds, _, _ in clocks)
+        self._filled += sum(filled for _, filled, _ in clocks)
+        self._room += sum(room for _, _, room in clocks)
         found: dict[int | str, list[Sample]] = {ticket.number: [] for ticket in tickets}
         for sample in mine:
             found[sample.ticket].append(sample)

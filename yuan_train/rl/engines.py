@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import pickle
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +41,9 @@ class Channel:
         self._peer = peer
         self._sends: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         """Header and body of each message that is not known to be read."""
-        self._num_read = self._num_let_go = 0
+        self._num_sent = self._num_read = self._num_let_go = 0
+        self._letting_go = threading.Lock()
+        """A thread may read while another one sends."""
 
     def send(self, value: Any) -> None:
         """Start to send a value; it is kept until `receive` learns that it was read."""
@@ -47,6 +51,7 @@ class Channel:
         header = torch.zeros(HEADER, dtype=torch.int64)
         header[0], header[1], header[2] = VERSION, len(body), self._num_read
         self._sends.append((self._link.send(header, self._peer), self._link.send(body, self._peer)))
+        self._num_sent += 1
 
     def receive(self) -> Any:
         """The next value from there, however long it takes to come; lets go of the messages that were read
@@ -57,19 +62,63 @@ class Channel:
         body = torch.empty(int(header[1]), dtype=torch.uint8)
         self._link.receive(body, self._peer)()
         self._num_read += 1
-        self._let_go(int(header[2]) - self._num_let_go)
+        self._let_go(int(header[2]))
         return pickle.loads(body.numpy().tobytes())
 
     def flush(self) -> None:
         """Wait until all that was sent has been taken."""
-        self._let_go(len(self._sends))
+        self._let_go(self._num_sent)
 
-    def _let_go(self, count: int) -> None:
-        """Wait for the oldest sends, which is short for those that were read."""
-        for _ in range(count):
-            for wait in self._sends.popleft():
-                wait()
-        self._num_let_go += count
+    def _let_go(self, num_read: int) -> None:
+        """Wait for the oldest sends, so many since the start: which is short for those that were read."""
+        with self._letting_go:
+            while self._num_let_go < num_read:
+                for wait in self._sends.popleft():
+                    wait()
+                self._num_let_go += 1
+
+
+class Inbox:
+    """What comes from some channels, read by a thread of each: it can be asked whether something is there.
+
+    A channel's last message is None. What ends a thread otherwise is raised where it is taken.
+    """
+
+    def __init__(self) -> None:
+        self._found: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._readers: dict[int, threading.Thread] = {}
+
+    def open(self, number: int, channel: Channel) -> None:
+        """Read a channel from now on."""
+        reader = threading.Thread(target=self._read, args=(number, channel), daemon=True)
+        self._readers[number] = reader
+        reader.start()
+
+    def _read(self, number: int, channel: Channel) -> None:
+        value: Any = ()
+        while value is not None and not (isinstance(value, tuple) and value[:1] == ("stop",)):
+            try:
+                value = channel.receive()
+            except Exception as error:
+                # Whoever takes it raises it; without the frames, which would hold the link.
+                self._found.put((number, type(error)(*error.args)))
+                return
+            if value is not None:
+                self._found.put((number, value))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is there now."""
+        return self._found.empty()
+
+    def take(self) -> tuple[int, Any]:
+        """The next message, or exception, of any channel, and the channel's number; waits for it."""
+        return self._found.get()
+
+    def close(self, numbers: Sequence[int]) -> None:
+        """Wait for the last messages of these channels."""
+        for number in numbers:
+            self._readers[number].join()
 
 
 logger = logging.getLogger(__name__)
@@ -168,10 +217,12 @@ class Engines:
         self._channels: dict[int, Channel] = {}
         self._links: dict[int, Link] = {}
         self._sends: dict[int, list[Callable[[], None]]] = {}
+        self._inbox = Inbox()
         for engine in range(len(self._ranks)):
             if self.is_controller:
                 talk = message_link(roles, engine, position, timeout_seconds)
                 self._channels[engine] = Channel(talk, self._ranks[engine][0])
+                self._inbox.open(engine, self._channels[engine])
             self._links[engine] = weight_link(roles, engine, position, timeout_seconds)
 
     @property
@@ -189,17 +240,27 @@ class Engines:
         with self._reaching(engine):
             self._channels[engine].send(message)
 
-    def hear(self, engine: int) -> Any | None:
-        """On the controller: an engine's next message; None if it is lost and the run goes on."""
-        with self._reaching(engine):
-            return self._channels[engine].receive()
-        return None
+    def tell_all(self, message: Any) -> None:
+        """On the controller: `tell` the engines that are left."""
+        for engine in self.left:
+            self.tell(engine, message)
+
+    def hear(self) -> tuple[int, Any | None]:
+        """On the controller: the next message of any engine, and which; None if it is lost and the run goes
+        on. Waits for it."""
+        engine, message = self._inbox.take()
+        if not isinstance(message, Exception):
+            return engine, message
+        if engine in self._links:
+            with self._reaching(engine):
+                raise message
+        return engine, None
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> int:
         """Start to send the weights of `version` to all engines, once those before are taken: all parameters
         at first, then those that are trained. Returns the bytes of this rank. Raises LostPeer."""
         if self.is_controller:
-            self._tell_all(("weights", version))
+            self.tell_all(("weights", version))
         self._wait_for_sends()
         sent, buckets = 0, self._buckets if self._is_filled else self._first
         self._is_filled = True
@@ -219,15 +280,12 @@ class Engines:
     def stop(self) -> None:
         """Tell the engines to end, once they have taken all that was sent. Raises LostPeer."""
         if self.is_controller:
-            self._tell_all(("stop",))
+            self.tell_all(("stop",))
         self._wait_for_sends()
         for engine in self.left if self.is_controller else ():
             with self._reaching(engine):
                 self._channels[engine].flush()
-
-    def _tell_all(self, message: Any) -> None:
-        for engine in self.left:
-            self.tell(engine, message)
+        self._inbox.close(self.left if self.is_controller else ())
 
     def _wait_for_sends(self) -> None:
         for engine in self.left:

@@ -66,8 +66,12 @@ class Rows:
         return self.tokens.shape[0]
 
 
-def make_rows(groups: Sequence[Group], *, length: int, packed: bool) -> Rows:
-    """Rows of `length` tokens: first-fit decreasing if `packed`, else one answer each."""
+def make_rows(groups: Sequence[Group], *, length: int, packed: bool, without_truncated: bool = False) -> Rows:
+    """Rows of `length` tokens: first-fit decreasing if `packed`, else one answer each.
+
+    `without_truncated`: answers that reached the limit are read, and none of their tokens is a target.
+    """
+    ended = [sample.ended for group in groups for sample in group.samples]
     sequences = [(group.prompt.ids, sample.ids) for group in groups for sample in group.samples]
     # The last token of an answer is predicted, and not read.
     sizes = [len(prompt) + len(answer) - 1 for prompt, answer in sequences]
@@ -84,8 +88,9 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool) -> Rows:
             prompt, answer = sequences[i]
             end, first = at + sizes[i], at + len(prompt) - 1
             tokens[at:end] = [*prompt, *answer[:-1]]
-            targets[first:end] = answer
-            place[first:end] = range(firsts[i], firsts[i + 1])
+            if not (without_truncated and ended[i] == "limit"):
+                targets[first:end] = answer
+                place[first:end] = range(firsts[i], firsts[i + 1])
             starts[at] = True
             at = end
         if at < (row + 1) * length:

@@ -123,6 +123,29 @@ class Drawing:
         return "limit" if len(ids) >= self.max_new_tokens else None
 
 
+class DrawnByTicket:
+    """Draws of tickets each of which has a `Drawing` of its own."""
+
+    width = 2
+
+    def __init__(self) -> None:
+        self.drawings: dict[int | str, Drawing] = {}
+
+    def draw(
+        self, model: Transformer, hidden_RH: Tensor, rows: Sequence[int], draws: Sequence[Draw]
+    ) -> Tensor:
+        places: dict[Drawing, list[int]] = {}
+        for place, one in enumerate(draws):
+            places.setdefault(self.drawings[one.ticket.number], []).append(place)
+        found_N2 = torch.empty(len(draws), self.width, dtype=torch.float64)
+        for drawing, own in places.items():
+            found_N2[own] = drawing.draw(model, hidden_RH, [rows[n] for n in own], [draws[n] for n in own])
+        return found_N2
+
+    def why_ended(self, ticket: Ticket, ids: Sequence[int]) -> Ended | None:
+        return self.drawings[ticket.number].why_ended(ticket, ids)
+
+
 class Token(NamedTuple):
     """A token that was added to an answer."""
 
@@ -243,6 +266,8 @@ class EngineClock:
     """Of each round behind it; 0 of the last, if prompts' first tokens were all that was left."""
     rounds: int = 0
     """In which slots got a token each."""
+    filled: int = 0
+    """Slots that did, over all rounds."""
 
 
 class Engine:
@@ -306,6 +331,9 @@ class Engine:
         """Tokens of the longest prompt that is read."""
         self.clock = EngineClock()
         """Of the last call."""
+        self._news = False
+        self.has_news = False
+        """Whether a rank of the pipeline had news in the last step, as all of them know."""
 
     def room(self, cache: CacheKind) -> int:
         """The longest sequence of a cache."""
@@ -368,14 +396,21 @@ class Engine:
             not group.waiting and group.free == self._slots for group in self._groups
         )
 
+    @property
+    def num_free(self) -> int:
+        """Slots for which no answer waits; below 0 if more wait than there are."""
+        waiting = sum(len(group.waiting) for group in self._groups)
+        return sum(g.free for g in self._groups) - waiting - sum(ticket.count for ticket in self._queue)
+
     @torch.no_grad()
-    def step(self) -> list[Token]:
+    def step(self, *, news: bool = False) -> list[Token]:
         """Read prompts for the slots that are free, and then add a token to every answer under way.
 
-        Collective over the pipeline's ranks. Returns the tokens in the order in which they were drawn; raises
-        as `generate` does.
+        Collective over the pipeline's ranks, which learn whether one of them has `news` by the sum that tells
+        them the tokens. Returns the tokens in the order in which they were drawn; raises as `generate` does.
         """
         self._told = []
+        self._news, self.has_news = news, news
         start = time.perf_counter()
         self._read_prompts()
         for number, group in enumerate(self._groups):
@@ -535,6 +570,7 @@ class Engine:
         if not counts:
             return
         self.clock.rounds += 1
+        self.clock.filled += sum(counts.values())
         self._run(works, (self._slots, 1))
         drawn = self._exchange(counts)
         for number in counts:
@@ -574,8 +610,10 @@ class Engine:
         """What was drawn of each group, by group, on all ranks: only one adds what is not zero."""
         if self._ranks is None:
             return {n: [tuple(one) for one in self.drawn[n].tolist()] for n in counts}
-        flat = torch.zeros(sum(counts.values()), self.draws.width, dtype=torch.float64)
-        parts = dict(zip(counts, flat.split(list(counts.values())), strict=True))
+        # A row more, for the news.
+        flat = torch.zeros(sum(counts.values()) + 1, self.draws.width, dtype=torch.float64)
+        flat[-1] = float(self._news)
+        parts = dict(zip(counts, flat[:-1].split(list(counts.values())), strict=True))
         for number, drawn in self.drawn.items():
             if self._runtime.coord.tensor_rank == 0:
                 parts[number].copy_(drawn)
@@ -585,6 +623,7 @@ class Engine:
             blame_peers(what, dist.get_process_group_ranks(self._ranks)),
         ):
             dist.all_reduce(flat, group=self._ranks)
+        self.has_news |= bool(flat[-1, 0] > 0)
         return {n: [tuple(one) for one in part.tolist()] for n, part in parts.items()}
 
 

@@ -140,6 +140,11 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         )
     if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
         faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
+    if run.generation.weights == "in_flight" and (roles is None or roles.mode != "async"):
+        faults.append(
+            "generation.weights: in_flight, but no engine draws while the policy trains; give an RL plan of "
+            "mode async, or leave it out"
+        )
     has_others = roles is not None and not roles.roles.generation.is_shared and len(roles.engine_shares) > 1
     if run.generation.on_lost_engine == "go_on" and not has_others:
         faults.append(

@@ -60,6 +60,10 @@ class RLProgress:
     failed: int = 0
     critic_steps: int = 0
     """Optimizer steps of the critic, if there is one."""
+    best_step: int | None = None
+    """Behind which the evaluation was best, with `evaluation.keep_best`."""
+    best_score: tuple[float, ...] | None = None
+    """Its pass_1 and mean_reward."""
 
 
 def train_rl(job: RLJob) -> None:
@@ -192,7 +196,11 @@ class PolicyEngine:
         self._progress = RLProgress()
         checkpoint = job.policy.checkpoint
         if checkpoint is not None and "rl" in checkpoint.state:
-            self._progress = RLProgress(**checkpoint.state["rl"]["progress"])
+            held = checkpoint.state["rl"]["progress"]
+            # As a tuple again: JSON has lists.
+            best = held.get("best_score")
+            self._progress = RLProgress(**held | {"best_score": best and tuple(best)})
+        self._at_start: dict[str, float] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -217,6 +225,8 @@ class PolicyEngine:
             if directory is not None:
                 write_text(Path(directory) / "config.yaml", dump(self._job.run))
         self._collector, self._roles = self._make_collector()
+        if self._job.run.evaluation.at_start and progress.step == 0:
+            self._at_start = self._measure(0)
         return None
 
     def step(self, request: StepRequest) -> StepResult:
@@ -235,7 +245,8 @@ class PolicyEngine:
         stops = torch.tensor([float(request.stop)], dtype=torch.float64)
         sum_over_world(runtime.groups, runtime.coord, stops, "the agreement on a stop")
         self._version += 1
-        self._progress = RLProgress(
+        self._progress = replace(
+            before,
             next_ticket=batch.next_ticket,
             optimizer_steps=before.optimizer_steps + result.steps,
             filtered=before.filtered + batch.filtered,
@@ -254,12 +265,25 @@ class PolicyEngine:
         every = self._job.run.evaluation.every
         if not every or step % every:
             return None
+        found = self._measure(step)
+        score, before = (found["pass_1"], found["mean_reward"]), self._progress.best_score
+        if before is None or score > before:
+            self._progress = replace(self._progress, best_step=step, best_score=score)
+        return found
+
+    def _measure(self, version: int) -> dict[str, float]:
+        """What `Collector.evaluate` finds of the weights as they are, those of `version` batches."""
         finish_weight_sync(self._trainer.runtime)
         if isinstance(self._collector, RemoteCollector):
-            self._collector.publish(step)
+            self._collector.publish(version)
         found = self._collector.evaluate()
         self._trainer.stopwatch.read()
         return found
+
+    @property
+    def kept_step(self) -> int | None:
+        """The step behind which the evaluation was best, if its checkpoint is to be kept."""
+        return self._progress.best_step if self._job.run.evaluation.keep_best else None
 
     def describe(self, job: Job, record: StepRecord) -> RLMetrics:
         """The metrics of a step; also notes a few of its answers."""
@@ -283,6 +307,7 @@ class PolicyEngine:
             next_ticket=self._progress.next_ticket,
             optimizer_steps=self._progress.optimizer_steps,
             rounds=batch.rounds,
+            slots_filled=batch.slots_filled,
             generation_seconds=batch.generation_seconds,
             scoring_seconds=batch.scoring_seconds,
             training_seconds=training_seconds,
@@ -293,6 +318,7 @@ class PolicyEngine:
             idle_generation=max(0.0, 1 - batch.generation_seconds / seconds),
             samples_per_second=sum(len(group.samples) for group in batch.groups) / seconds,
             evaluation=record.evaluation,
+            evaluation_at_start=self._at_start if record.progress.step == 1 else None,
         )
         if self._samples is not None:
             self._samples.write(record.progress.step, batch.groups, self._job.run.reward.labels)
@@ -378,6 +404,7 @@ def _with_engines(metrics: RLMetrics, told: Told) -> RLMetrics:
         staleness_mean=statistics.fmean(ages),
         staleness_max=max(ages),
         rounds=told.rounds,
+        slots_filled=told.slots_filled,
         generation_seconds=told.engine_seconds,
         sync_seconds=told.sync_seconds,
         sync_bytes=told.sync_bytes,

@@ -67,6 +67,8 @@ class RLMetrics(StepMetrics):
     """Since the start of the run."""
     rounds: int
     """Of generation, in which each answer under way gets a token; of the pipeline or engine with the most."""
+    slots_filled: float
+    """Share of the slots that got a token, over the rounds of all pipelines or engines."""
     generation_seconds: float
     scoring_seconds: float
     training_seconds: float
@@ -86,6 +88,8 @@ class RLMetrics(StepMetrics):
     """Of the returns, by the critic's values; None also where all returns are equal."""
     evaluation: dict[str, float] | None = None
     """`pass_1`, `pass_k` and `mean_reward`, if it was due."""
+    evaluation_at_start: dict[str, float] | None = None
+    """The same of the weights before the first step, in that step's line."""
 
     @property
     def highlights(self) -> tuple[str, ...]:

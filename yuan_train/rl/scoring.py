@@ -8,7 +8,6 @@ The reference has its weights from the policy, once; a reward model reads its ch
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +16,17 @@ from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
-from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
-from yuan_train.parallel.links import RolePosition, enter_role, join_role, move_weights
-from yuan_train.rl.engines import Channel, connect_seconds, fates_of, job_ranks, role_buckets
+from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.links import RolePosition, move_weights
+from yuan_train.rl.engines import Channel, connect_seconds, role_buckets
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes, Recorder
 from yuan_train.rl.losses import TokenScores
 from yuan_train.rl.remote import role_message_link, role_weight_link
 from yuan_train.rl.reward_model import LastValues, find_reward_model
+from yuan_train.rl.service import Requests, joining
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
-from yuan_train.train.ending import ending_together
 from yuan_train.train.job import Job, Position, check_position
-from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.run import stop_on_sigterm
 from yuan_train.train.step import Trainer
 
 
@@ -61,17 +58,8 @@ def prepare_scoring(run: RLConfig, roles: RlPlan, role: ScoringRole, position: P
 
 def serve_scores(job: ScoringJob) -> None:
     """Score until the controller says stop. Raises TrainingError if another rank is lost."""
-    train = job.run.train
-    position = join_role(
-        job_ranks(job.roles),
-        fates=fates_of(job.roles, job.run.generation.on_lost_engine),
-        startup_seconds=train.startup_timeout,
-    )
-    # The policy ends the run, also on SIGTERM; this role then hears of it.
-    with stop_on_sigterm(), ending_together(position.board, job.own.device), position.naming_role():
-        enter_role(position, device=job.own.device, timeout_seconds=train.timeout)
-        with explaining_memory(job.own.plan, position.rank, job.own.device):
-            _serve(job, position)
+    with joining(job.run, job.roles, job.own.plan, job.own.device) as position:
+        _serve(job, position)
 
 
 def _serve(job: ScoringJob, position: RolePosition) -> None:
@@ -86,22 +74,9 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
         with as_training_error(coord):
             link = role_message_link(job.roles, job.role, position, connect_seconds(job.run.train))
         channel = Channel(link, job.roles.role_ranks["policy"].start)
-    while True:
-        told: list[Any] = [None]
-        if channel is not None:
-            with as_training_error(coord):
-                told[0] = channel.receive()
-        wait_for_world(coord, "the controller's message")
-        if dist.is_initialized():
-            with guard_world_collective(coord, "the controller's message"):
-                dist.broadcast_object_list(told, src=0)
-        kind, *rest = told[0]
-        if kind == "stop":
-            return
-        scores = _score(job, lanes, *rest)
-        if channel is not None:
-            with as_training_error(coord):
-                channel.send(scores)
+    requests = Requests(coord, channel, 0, dist.group.WORLD if dist.is_initialized() else None)
+    for _, rows, count in requests:
+        requests.answer(_score(job, lanes, rows, count))
 
 
 def _score(job: ScoringJob, lanes: Lanes, rows: Rows, count: int) -> torch.Tensor:

@@ -125,6 +125,8 @@ class _Part:
     """Of its tokens among those of the batch."""
     count: int
     """Its tokens."""
+    trained: Rows
+    """Of the loss: `rows`, or without the answers that reached the limit."""
 
     def of(self, values_N: Tensor | None) -> Tensor | None:
         """Its share of values of the whole batch."""
@@ -151,15 +153,15 @@ class Updater:
         self._loss = loss
         self._length = sequence_length
         self._reference = reference
-        self._needs_old = run.algorithm.updates > 1 or decoupled
+        self._needs_old = run.algorithm.updates > 1 or run.algorithm.epochs > 1 or decoupled
         self._critic = critic
         self._lanes = Lanes(trainer, feed)
 
     def train(self, groups: Sequence[Group], request: StepRequest) -> UpdateResult:
         """The optimizer steps of one batch, each as a request says; collective over all ranks.
 
-        An update whose advantages are all 0, without a divergence in the loss, is left out: it would only
-        decay the weights. Raises TrainingError, as `train_step` does.
+        An update whose advantages are all 0, without a divergence in the loss, is left out, and one without
+        answers to train: it would only decay the weights. Raises TrainingError, as `train_step` does.
         """
         parts = self._parts(groups)
         remote = self._reference if isinstance(self._reference, RemoteReference) else None
@@ -182,7 +184,7 @@ class Updater:
         losses: list[float] = []
         norms: list[float] = []
         steps, overflowed, is_first = 0, False, True
-        for part in parts:
+        for part in parts * self._run.algorithm.epochs:
             batch = self._batch(part, advantages, old, reference)
             if not self._learns(batch):
                 losses.append(0.0)
@@ -190,7 +192,7 @@ class Updater:
                 continue
             self._loss.begin(batch, is_first=is_first)
             is_first = False
-            result = self._lanes.train(part.rows, request)
+            result = self._lanes.train(part.trained, request)
             losses.append(result.loss)
             norms.append(result.grad_norm)
             steps += not result.skipped
@@ -203,7 +205,7 @@ class Updater:
             grad_norm=max(norms) if all(map(math.isfinite, norms)) else math.inf,
             steps=steps,
             overflowed=overflowed,
-            tokens=sum(part.rows.used for part in parts),
+            tokens=sum(part.rows.used for part in parts) * self._run.algorithm.epochs,
             measures={} if is_first else self._measures(),
             critic=critic,
         )
@@ -216,7 +218,7 @@ class Updater:
         # Two models' messages are not under way at once.
         finish_weight_sync(self._trainer.runtime)
         losses: list[float] = []
-        for part in parts:
+        for part in list(parts) * self._run.algorithm.epochs:
             here = slice(part.first, part.first + part.count)
             losses.append(self._critic.train(part.rows, values_N[here], returns_N[here], request))
         return CriticResult(math.fsum(losses) / len(losses), explained_variance(values_N, returns_N))
@@ -232,14 +234,23 @@ class Updater:
         for start in range(0, len(groups), size):
             members = groups[start : start + size]
             count = sum(lengths_of(members))
-            rows = make_rows(members, length=self._length, packed=self._run.train.pack)
-            parts.append(_Part(members, rows, first, count))
+            rows = trained = make_rows(members, length=self._length, packed=self._run.train.pack)
+            if self._run.algorithm.mask_truncated:
+                trained = make_rows(
+                    members, length=self._length, packed=self._run.train.pack, without_truncated=True
+                )
+            parts.append(_Part(members, rows, first, count, trained))
             first += count
         return parts
 
     def _batch(self, part: _Part, advantages: Tensor, old: Tensor | None, reference: Tensor | None) -> Batch:
         device = self._trainer.device.torch
         lengths = lengths_of(part.groups)
+        # All of the answers that the loss is a mean over.
+        trained = lengths
+        if self._run.algorithm.mask_truncated:
+            samples = [sample for group in part.groups for sample in group.samples]
+            trained = [len(sample.ids) for sample in samples if sample.ended != "limit"]
         sampled = [p for group in part.groups for sample in group.samples for p in sample.log_probs]
 
         def put(values: Tensor | None) -> Tensor | None:
@@ -247,15 +258,15 @@ class Updater:
             return None if found is None else found.to(device)
 
         return Batch(
-            place_RS=part.rows.place.to(device),
+            place_RS=part.trained.place.to(device),
             sampled=torch.tensor(sampled, dtype=torch.float64, device=device),
             advantages=advantages[part.first : part.first + part.count].to(device),
             lengths=torch.tensor(lengths, device=device).repeat_interleave(
                 torch.tensor(lengths, device=device)
             ),
             totals=BatchTotals(
-                samples=len(lengths),
-                tokens=part.count,
+                samples=len(trained),
+                tokens=sum(trained),
                 max_new_tokens=self._run.generation.max_new_tokens,
             ),
             old=put(old),
@@ -264,7 +275,12 @@ class Updater:
 
     def _learns(self, batch: Batch) -> bool:
         kl = self._run.algorithm.kl
-        return bool(batch.advantages.any()) or (kl.coefficient > 0 and kl.where == "loss")
+        if not batch.totals.samples:
+            return False
+        place_RS = batch.place_RS
+        return bool(batch.advantages[place_RS[place_RS >= 0]].any()) or (
+            kl.coefficient > 0 and kl.where == "loss"
+        )
 
     def _penalty(
         self, groups: Sequence[Group], old: Tensor | None, reference: Tensor | None

@@ -135,6 +135,11 @@ class Engine(Protocol):
         """The metrics of a step, on rank 0."""
         ...
 
+    @property
+    def kept_step(self) -> int | None:
+        """The step whose checkpoint is made out of turn and kept; None: there is none."""
+        ...
+
     def compute_seconds(self) -> float:
         """Seconds of compute since the last call; waits for the device."""
         ...

@@ -196,7 +196,8 @@ def _run_steps(
             _check_weights(job, engine, progress.step, saver)
         if log is not None:
             log.write(engine.describe(job, StepRecord(progress, request, result, measured, evaluation)))
-        if run.checkpoint.every and progress.step % run.checkpoint.every == 0:
+        is_due = run.checkpoint.every and progress.step % run.checkpoint.every == 0
+        if is_due or engine.kept_step == progress.step:
             with clock.paused():
                 save_progress(job, engine, progress, saver)
         if result.stop:

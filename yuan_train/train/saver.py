@@ -208,6 +208,7 @@ def save_progress(job: Job, engine: Engine, progress: Progress, saver: Saver) ->
         state={**to_state(progress, job.run), **engine.state()},
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
+        best=engine.kept_step,
         group=saver.group,
     )
     saver.start(progress.step, save)

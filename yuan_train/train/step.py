@@ -126,6 +126,10 @@ class Trainer:
     def describe(self, job: Job, record: StepRecord) -> StepMetrics:
         return step_metrics(job, record)
 
+    @property
+    def kept_step(self) -> int | None:
+        return None
+
     def compute_seconds(self) -> float:
         return self.stopwatch.read()
 

@@ -48,7 +48,9 @@ class RolesProblem:
     packed_rows: int
     """Rows that the samples of a step fill, several to a row."""
     updates: int = 1
-    """Optimizer steps of a batch."""
+    """Optimizer steps of a pass over a batch."""
+    epochs: int = 1
+    """Passes over a batch."""
     reference: bool = False
     """Whether a reference scores the samples: on the policy's hosts, swapped in."""
     reward_model: ModelConfig | None = None
@@ -63,6 +65,8 @@ class RolesProblem:
     placements: tuple[str, ...] = ("shared", "apart")
     staleness: int = 1
     """In async mode."""
+    in_flight: bool = False
+    """Whether engines then go on over the border of batches."""
     time_limit: float = 60.0
 
     @property
@@ -84,7 +88,7 @@ class RolesProblem:
     def forward_passes(self) -> int:
         """Passes of the policy's plan over all samples beside training: with old weights, with the
         reference's."""
-        return int(self.updates > 1) + int(self.reference)
+        return int(self.updates * self.epochs > 1) + int(self.reference)
 
 
 def part_of_cluster(cluster: Cluster, cards: Sequence[Card]) -> Cluster:
@@ -183,6 +187,7 @@ def _model_seconds(
     elif cost is None:
         cost = cost_plan(costs, plan)
     seconds = cost.step_seconds + (problem.updates - 1) * (cost.step_seconds - cost.compute_seconds)
+    seconds *= problem.epochs
     return seconds + passes * _forward_seconds(plan, cost, rows)
 
 
@@ -371,7 +376,10 @@ def place(
 
     def played(staleness: int) -> Play:
         score = problem.function_seconds + (reward.scoring_seconds if reward else 0.0)
-        times = _flow_times(policy, generation, score, moved, staleness=staleness, shared=shared)
+        stops = moved if staleness else 0.0
+        times = _flow_times(
+            policy, generation, score, moved, stops=stops, shared=shared, in_flight=problem.in_flight
+        )
         return play(
             times, staleness=staleness, shared=shared, scores_apart=reward is not None and reward.apart
         )
@@ -400,14 +408,16 @@ def _flow_times(
     score: float,
     moved: float,
     *,
-    staleness: int,
+    stops: float,
     shared: bool,
+    in_flight: bool,
 ) -> FlowTimes:
     """Engines begin each batch empty; with staleness, they take new weights between two while the policy goes
-    on."""
+    on. In flight they are never empty, and draw as many prompts as each can answer."""
     if shared:
         generate = (generation.batch_seconds,)
+    elif stops and in_flight:
+        generate = (generation.steady_seconds + stops,) * len(generation.engines)
     else:
-        stops = moved if staleness else 0.0
         generate = tuple(seconds + stops for seconds in generation.engine_batch_seconds)
     return FlowTimes(generate=generate, score=score, train=policy.training_seconds, publish=moved)

@@ -11,7 +11,7 @@ from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile
-from yuan_train.config.rl import RLConfig, policy_run
+from yuan_train.config.rl import Mode, RLConfig, policy_run
 from yuan_train.config.rl_plan import (
     CriticPlan,
     GenerationPlan,
@@ -63,15 +63,6 @@ def roles_problem(
     offload = ("optimizer",) if run.search.policy.offload is None else run.search.policy.offload
     # What adapters have stays on the cards, and so does what a critic has.
     offload = offload if run.model.lora is None and run.critic is None else ()
-    modes = run.search.modes
-    if run.schedule.mode != "auto":
-        modes = tuple(mode for mode in modes if mode == run.schedule.mode)
-    if not modes:
-        raise ConfigError(
-            f"search.modes: {list(run.search.modes)}, but schedule.mode is {run.schedule.mode}; change one"
-        )
-    if modes == ("async",) and "apart" not in run.search.placement:
-        raise ConfigError("search.placement: shared cards cannot be async; add apart, or allow mode sync")
     expected = run.expected_new_tokens
     if expected > run.generation.max_new_tokens:
         most = run.generation.max_new_tokens
@@ -104,16 +95,32 @@ def roles_problem(
         policy_search=replace(policy.feasible_search, offload=offload),
         packed_rows=_packed_rows(run, expected),
         updates=run.algorithm.updates,
+        epochs=run.algorithm.epochs,
         reference=run.needs_reference,
         reward_model=reward_model,
         tensor=run.search.generation.tensor,
         slots=run.search.generation.slots,
         most_slots=run.generation.slots,
-        modes=modes,
+        modes=_modes(run),
         placements=run.search.placement,
         staleness=run.schedule.staleness or 0,
+        in_flight=run.generation.weights == "in_flight",
         time_limit=run.search.time_limit,
     )
+
+
+def _modes(run: RLConfig) -> tuple[Mode, ...]:
+    """The modes that a plan may have; in flight only async. Raises ConfigError if there is none."""
+    wanted = run.schedule.mode
+    if wanted == "auto" and run.generation.weights == "in_flight":
+        wanted = "async"
+    modes = tuple(mode for mode in run.search.modes if wanted in ("auto", mode))
+    if not modes:
+        why = "schedule.mode" if run.schedule.mode != "auto" else "with generation.weights: in_flight it"
+        raise ConfigError(f"search.modes: {list(run.search.modes)}, but {why} is {wanted}; change one")
+    if modes == ("async",) and "apart" not in run.search.placement:
+        raise ConfigError("search.placement: shared cards cannot be async; add apart, or allow mode sync")
+    return modes
 
 
 def _check_critic(run: RLConfig) -> None:

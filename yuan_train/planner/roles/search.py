@@ -256,6 +256,8 @@ class RolesSearch:
         if "sync" in self.problem.modes:
             bounds.append(generation + scoring + training)
         if "async" in self.problem.modes:
+            if self.problem.in_flight:
+                generation = min(way.steady_seconds for way in ways)
             bounds.append(max(generation, scoring, training))
         return min(bounds, default=math.inf)
 
