@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Literal
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.errors import ConfigError, PlanError, Violation
@@ -111,10 +112,10 @@ def roles_problem(
 
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
     """The modes that a plan may have; in flight only async. Raises ConfigError if there is none."""
-    wanted = run.schedule.mode
+    wanted: Mode | Literal["auto"] = run.schedule.mode
     if wanted == "auto" and run.generation.weights == "in_flight":
         wanted = "async"
-    modes = tuple(mode for mode in run.search.modes if wanted in ("auto", mode))
+    modes: tuple[Mode, ...] = tuple(mode for mode in run.search.modes if wanted in ("auto", mode))
     if not modes:
         why = "schedule.mode" if run.schedule.mode != "auto" else "with generation.weights: in_flight it"
         raise ConfigError(f"search.modes: {list(run.search.modes)}, but {why} is {wanted}; change one")
