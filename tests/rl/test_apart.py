@@ -416,7 +416,7 @@ def test_an_engine_tells_the_policy_of_weights_at_fault_alone() -> None:
         channel = SimpleNamespace(send=told.append, receive=lambda: next(orders), flush=lambda: None)
         server.requests = Requests(cast(Any, None), cast(Channel, channel), 0, None)
         server._engine = cast(Any, SimpleNamespace(generate=generate, clock=EngineClock(), num_slots=1))
-        server._version = 0
+        server._version, server._scoring = 0, None
         server.run()
         return told
 

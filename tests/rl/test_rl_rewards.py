@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import OverlongConfig, RewardConfig, RewardFunction
 from yuan_train.rl.reward_worker import Unusable, load_function, score_group
-from yuan_train.rl.rewards import Scorers, reward_of
+from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, reward_of
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 
 FUNCTIONS = """\
@@ -196,3 +197,67 @@ def test_prompts_are_shared_out_by_weight() -> None:
     assert [len(part) for part in shared] == [2, 6]
     assert sorted(t.number for part in shared for t in part) == list(range(8))  # type: ignore[type-var]
     assert share_out(tickets[:4], [0.25, 0.75]) == [part[: len(part) // 2] for part in shared]
+
+
+GROUPS = """\
+import threading
+
+together = threading.Barrier(2, timeout=30)
+
+
+def ranks(completion, difficulty):
+    # Of all answers to a prompt.
+    best = max(map(len, completion))
+    return [float(len(text) == best) * hard for text, hard in zip(completion, difficulty)]
+
+
+def short(completion):
+    return [1.0]
+
+
+def mine(answer, completion):
+    return None if answer == "other" else float(completion == answer)
+
+
+def both(sample):
+    together.wait()
+    return float(sample)
+"""
+
+
+def test_functions_of_a_group_with_columns_of_the_prompts_and_of_some_answers(tmp_path: Path) -> None:
+    file = tmp_path / "groups.py"
+    file.write_text(GROUPS)
+    ranks = load_function({"python": f"{file}:ranks", "batch": True}, ["difficulty"])
+    mine = load_function({"python": f"{file}:mine"})
+    group = [fields(completion="77", difficulty=3), fields(difficulty=3)]
+    assert score_group([ranks, mine], ["r", "m"], group) == {"scores": [[3.0, 0.0], [0.0, 1.0]]}
+    others = [fields(answer="other", difficulty=1)]
+    assert score_group([ranks, mine], ["r", "m"], others) == {"scores": [[1.0, None]]}
+    assert "all returned None" in score_group([mine], ["m"], others)["error"]
+    short = load_function({"python": f"{file}:short", "batch": True})
+    assert "short returned [1.0]; wanted a list of 2" in score_group([short], ["short"], group)["error"]
+    with pytest.raises(Unusable, match=r"ranks takes difficulty; wanted some of .* each line"):
+        load_function({"python": f"{file}:ranks", "batch": True})
+
+
+def test_a_process_scores_several_answers_at_once(tmp_path: Path) -> None:
+    """Each of two waits until the other is scored too."""
+    file = tmp_path / "groups.py"
+    file.write_text(GROUPS)
+    config = RewardConfig(functions=(RewardFunction(python=f"{file}:both"),), workers=1, concurrency=2)
+    found: list[list[Scores]] = []
+    with Scorers(config) as scorers:
+        group = [fields(sample=0), fields(sample=1)]
+        assert scorers.score([group]) == [Scores(((0.0,), (1.0,)))]
+        done = threading.Event()
+        with ScoringThread(scorers, 2) as beside:
+            beside.score([group, group], found.append)
+
+            def last(scores: list[Scores]) -> None:
+                found.append(scores)
+                done.set()
+
+            beside.score([group], last)
+            assert done.wait(30)
+    assert [len(scores) for scores in found] == [2, 1] and found[1][0].of_answers == ((0.0,), (1.0,))

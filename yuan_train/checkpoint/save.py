@@ -36,15 +36,14 @@ def save_checkpoint(
     state: Mapping[str, Any],
     tokenizer: Path | None = None,
     keep: int = 0,
-    best: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write the checkpoint of a step and return its directory; collective over all ranks.
 
     `tensors` are this rank's, by global name; a box that several ranks hold is written once. `state` must be
     plain JSON values, the same on every rank. `tokenizer` is a file to copy into the checkpoint. The `keep`
-    newest complete checkpoints stay (0: all), and that of step `best`. `group` has all ranks (None: the
-    default group); in a thread it must be a group that nothing else uses.
+    newest complete checkpoints stay (0: all), and that of the state's `kept_step`. `group` has all ranks
+    (None: the default group); in a thread it must be a group that nothing else uses.
 
     Raises CheckpointError, on every rank, if it cannot be written; older checkpoints are then untouched.
     """
@@ -62,7 +61,7 @@ def save_checkpoint(
             f"{final}: cannot be written: {cause}{where}; older checkpoints are untouched. "
             "Free some space, or give another checkpoint.directory"
         ) from error
-    _on_rank_zero(lambda: _remove_old(directory, keep, newest=final, best=best), group)
+    _on_rank_zero(lambda: _remove_old(directory, keep, newest=final, best=state.get("kept_step")), group)
     return final
 
 

@@ -91,12 +91,12 @@ def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | No
 
 def _run_role(config: RLConfig, roles: RlPlan) -> int:
     """One rank of a job whose roles are apart."""
-    from yuan_train.rl.apart import EngineJob, serve
+    from yuan_train.rl.apart import prepare_engine, serve
     from yuan_train.rl.job import check_supported, prepare_rl
     from yuan_train.rl.loop import train_rl
     from yuan_train.rl.scoring import prepare_scoring, serve_scores
     from yuan_train.train.ending import fail_together, telling_interrupts
-    from yuan_train.train.job import choose_planned, find_position, types_here
+    from yuan_train.train.job import find_position, types_here
 
     position = find_position()
     if position.world_size != roles.world_size:
@@ -110,10 +110,7 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
     set_log_levels(position.rank)
     try:
         if role == "generation":
-            check_supported(config, None, roles)
-            plan = roles.plans[role]
-            device = choose_planned(config.train.device, plan.ranks, own, plan.find_type)
-            start = partial(serve, EngineJob(config, roles, device))
+            start = partial(serve, prepare_engine(config, roles, own))
         elif role in ("reference", "reward"):
             check_supported(config, None, roles)
             start = partial(serve_scores, prepare_scoring(config, roles, role, own))

@@ -123,6 +123,8 @@ class RewardFunction:
     """`file.py:function`, whose parameters say what it is given; see docs/rl.md."""
     pattern: str | None = None
     """Of `regex`, whose first group is compared with the answer; and of `format`, which a text matches."""
+    batch: bool = False
+    """The function gets all answers to a prompt at once, each parameter as a list, and returns a list."""
     weight: float = 1.0
     """Of the score, in the reward."""
 
@@ -161,7 +163,9 @@ class RewardConfig:
     model: RewardModelConfig | None = None
     """A reward model whose score is added; None: none."""
     workers: Count = 2
-    """Processes that score."""
+    """Processes that score: beside rank 0, or beside the first rank of each engine on cards of its own."""
+    concurrency: Count = 1
+    """Answers that a process scores at once, in threads: for functions that wait for something."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 10.0
     """Longest time for the answers to one prompt, imports not counted; then the process is ended."""
     on_error: Literal["drop", "stop"] = "drop"
@@ -593,6 +597,8 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
 
 
 def _faults(function: RewardFunction) -> Iterator[str]:
+    if function.batch and function.python is None:
+        yield "batch: true is for functions of a Python file; leave it out"
     if (function.name is None) == (function.python is None):
         yield 'wanted either name (exact, number, regex, format) or python: "file.py:function"'
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Prompt:
     """As the file has it; of `prompt_ids` without a tokenizer the ids, with spaces between."""
     answer: Any
     """What the file says under `answer`; None if nothing."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What it says beside these, by name; for reward functions."""
 
 
 class Prompts:
@@ -72,6 +74,12 @@ class Prompts:
             f"{len(prompts)} prompts, content {identity}"
             for prompts, identity in zip(self._files, self._identities, strict=True)
         ]
+
+    @property
+    def columns(self) -> list[str]:
+        """What each prompt of all files has beside prompt and answer."""
+        every = [set(prompt.columns) for prompts in self._files for prompt in prompts]
+        return sorted(set.intersection(*every))
 
     def __getitem__(self, ticket: int) -> Prompt:
         """The prompt of a ticket. Every epoch of a file gives each of its prompts once."""
@@ -132,22 +140,23 @@ def text_of(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
 
 def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, where: str) -> Prompt:
     answer = record.get("answer")
+    columns = {key: value for key, value in record.items() if key not in ("prompt", "prompt_ids", "answer")}
     if "prompt_ids" in record:
         ids = record["prompt_ids"]
         if not isinstance(ids, list) or any(type(item) is not int or abs(item) >= 1 << 31 for item in ids):
             raise DataError(f"{where}: prompt_ids is not a list of token ids")
-        return Prompt(tuple(ids), text_of(ids, tokenizer), answer)
+        return Prompt(tuple(ids), text_of(ids, tokenizer), answer, columns)
     prompt = record.get("prompt")
     if tokenizer is None:
         raise DataError(f"{where}: text needs data.tokenizer; or give prompt_ids")
     if isinstance(prompt, list):
         check_question(prompt, where)
         text = render_chat(tokenizer, prompt)
-        return Prompt(tuple(tokenizer.encode(text, special=True)), text, answer)
+        return Prompt(tuple(tokenizer.encode(text, special=True)), text, answer, columns)
     if not isinstance(prompt, str):
         raise DataError(f"{where}: prompt is {type(prompt).__name__}; wanted text, messages or prompt_ids")
     text = template.replace("{prompt}", prompt)
-    return Prompt((*tokenizer.prefix_ids, *tokenizer.encode(text, special=True)), prompt, answer)
+    return Prompt((*tokenizer.prefix_ids, *tokenizer.encode(text, special=True)), prompt, answer, columns)
 
 
 def _identity(prompts: Sequence[Prompt]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from yuan_kernels import ops
 
 from yuan_train.models.generate import DocumentTracker, Resets
 from yuan_train.models.rotary import rotary_tables
@@ -70,6 +71,7 @@ def new_slots(model: Transformer, *, slots: int, max_length: int) -> Cache:
 
 
 @torch.no_grad()
+@ops.variable_held()
 def step_slots(
     model: Transformer,
     x: Tensor,

@@ -10,7 +10,8 @@ it is told: take weights, answer tickets, stop. While it answers, the policy tra
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,8 @@ from yuan_train.config.architecture import sharding_of
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
+from yuan_train.data.prompts import Prompt, Prompts
+from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import tell_launcher
@@ -50,16 +53,17 @@ from yuan_train.rl.generator import (
     make_engine,
     pipeline_group,
 )
-from yuan_train.rl.job import RLJob
+from yuan_train.rl.job import RLJob, check_supported, read_file
 from yuan_train.rl.offers import Desk, Offers
 from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel
-from yuan_train.rl.rewards import Scorers
+from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
 from yuan_train.rl.service import Requests, joining
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.build import DTYPES, build_part, own_weights
 from yuan_train.train.forms import settle_forms
+from yuan_train.train.job import Position, choose_planned
 from yuan_train.train.step import Trainer
 
 
@@ -75,6 +79,8 @@ class Told:
     """The most of any engine."""
     slots_filled: float
     """Share of the slots that got a token, over all rounds of all engines."""
+    scoring_seconds: float
+    """The most of any engine."""
     sync_seconds: float
     """In which the policy packed weights and waited for those before to be taken."""
     sync_bytes: int
@@ -94,6 +100,9 @@ class Answered:
     """Slots that got a token, over all rounds."""
     slots: int
     """Of the engine."""
+    scores: Mapping[int | str, Scores] = field(default_factory=dict[int | str, Scores])
+    """By ticket: the functions'."""
+    scoring_seconds: float = 0.0
     error: str | None = None
     """What is wrong with the weights."""
 
@@ -104,6 +113,9 @@ class _ToldOfTicket:
 
     engine: int
     message: Answered
+
+
+_Heard = tuple[dict[int | str, list[Sample]], dict[int | str, _ToldOfTicket], dict[int | str, Scores]]
 
 
 class RemoteCollector(Collector):
@@ -137,6 +149,8 @@ class RemoteCollector(Collector):
         self._issued = 0
         self._owner: dict[int | str, int] = {}
         self._found: dict[int | str, list[Sample]] = {}
+        self._scored: dict[int | str, Scores] = {}
+        """The functions' scores of what was found, and not asked for yet."""
         self._told: dict[int | str, _ToldOfTicket] = {}
         """Of each ticket since the last batch."""
         self._told_early: dict[int | str, _ToldOfTicket] = {}
@@ -151,13 +165,16 @@ class RemoteCollector(Collector):
         self.publish(version)
         per_step = self._job.run.train.prompts_per_step
         limit = (newest_batch(version, self._staleness) + 1) * per_step + replaced
-        group = self._job.run.algorithm.group
         first = max(self._issued, first_ticket)
         # In messages of a batch each: an engine takes new weights between two of them.
         for start in range(first, limit, per_step):
             numbers = range(start, min(start + per_step, limit))
-            self._issue([Ticket(n, self._job.prompts[n].ids, group) for n in numbers], self._drawing)
+            self._issue([self._ticket(n) for n in numbers], self._drawing)
         self._issued = max(limit, first)
+
+    def _ticket(self, number: int) -> Ticket:
+        prompt = self._job.prompts[number]
+        return Ticket(number, prompt.ids, self._job.run.algorithm.group, prompt)
 
     def publish(self, version: int) -> None:
         """Send the engines the weights as they are, those of `version` batches, unless they have had them."""
@@ -175,11 +192,13 @@ class RemoteCollector(Collector):
         """What the engines told of a batch of these tickets; on rank 0 with seconds."""
         versions = tuple(self._told[number].message.version for number in tickets)
         seconds, rounds = dict[int, float](), dict[int, float]()
+        scoring = dict[int, float]()
         filled = room = 0.0
         for told in self._told.values():
             message = told.message
             seconds[told.engine] = seconds.get(told.engine, 0.0) + message.seconds
             rounds[told.engine] = rounds.get(told.engine, 0.0) + message.rounds
+            scoring[told.engine] = scoring.get(told.engine, 0.0) + message.scoring_seconds
             filled += message.filled
             room += message.rounds * message.slots
         self._told.clear()
@@ -188,6 +207,7 @@ class RemoteCollector(Collector):
             max(seconds.values()),
             round(max(rounds.values())),
             filled / max(room, 1.0),
+            max(scoring.values()),
             self._sync_seconds,
             self._sync_bytes,
         )
@@ -250,13 +270,22 @@ class RemoteCollector(Collector):
         for ticket in tickets:
             del self._owner[ticket.number]
         if self._engines.is_controller:
-            samples = [self._found.pop(ticket.number) for ticket in tickets]
-            told[0] = samples, {ticket.number: self._told_early.pop(ticket.number) for ticket in tickets}
+            numbers = [ticket.number for ticket in tickets]
+            told[0] = [
+                {number: kept.pop(number) for number in numbers}
+                for kept in (self._found, self._told_early, self._scored)
+            ]
         if dist.is_initialized():
             with guard_world_collective(self._trainer.runtime.coord, "the broadcast of answers"):
                 dist.broadcast_object_list(told, src=0)
-        self._told |= {number: found for number, found in told[0][1].items() if isinstance(number, int)}
-        return told[0][0]
+        samples, heard, scored = cast(_Heard, told[0])
+        self._told |= {number: found for number, found in heard.items() if isinstance(number, int)}
+        self._scored |= scored
+        return [samples[ticket.number] for ticket in tickets]
+
+    def _score_by_functions(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
+        """As the engines told."""
+        return [self._scored.pop(samples[0].ticket) for _, samples in groups]
 
     def _take(self) -> None:
         """The next answers of any engine; none if it is lost and others are left."""
@@ -273,6 +302,8 @@ class RemoteCollector(Collector):
         part = replace(
             message,
             samples=(),
+            scores={},
+            scoring_seconds=message.scoring_seconds / count,
             seconds=message.seconds / count,
             rounds=message.rounds / count,
             filled=message.filled / count,
@@ -281,6 +312,7 @@ class RemoteCollector(Collector):
             # Else a second answer: it was asked for again when an engine was lost.
             if self._open.pop(ticket, None) is not None:
                 self._found[ticket] = samples
+                self._scored[ticket] = message.scores[ticket]
                 self._told_early[ticket] = _ToldOfTicket(engine, part)
 
 
@@ -294,6 +326,20 @@ class EngineJob:
     run: RLConfig
     roles: RlPlan
     device: Device
+    tokenizer: Tokenizer | None
+    columns: Sequence[str]
+    """What each prompt has beside prompt and answer."""
+
+
+def prepare_engine(run: RLConfig, roles: RlPlan, position: Position) -> EngineJob:
+    """Check the files of a rank of an engine, whose `position` is that in its role. Raises YuanError."""
+    check_supported(run, None, roles)
+    plan = roles.plans["generation"]
+    device = choose_planned(run.train.device, plan.ranks, position, plan.find_type)
+    tokenizer = Tokenizer.load(run.data.tokenizer) if run.data.tokenizer else None
+    files = [read_file(source.file, run, tokenizer) for source in run.data.prompts]
+    columns = Prompts(files, [1.0] * len(files), seed=0).columns
+    return EngineJob(run, roles, device, tokenizer, columns)
 
 
 def serve(job: EngineJob) -> None:
@@ -323,17 +369,19 @@ def serve(job: EngineJob) -> None:
         )
         with as_training_error(runtime.coord):
             server = _Server(job, runtime, position, dtype)
-            if run.generation.weights == "in_flight":
-                server.run_in_flight()
-            else:
-                server.run()
+            with server.scoring():
+                if run.generation.weights == "in_flight":
+                    server.run_in_flight()
+                else:
+                    server.run()
+            server.requests.end()
 
 
 @dataclass
 class _UnderWay:
     """A ticket that is answered."""
 
-    count: int
+    ticket: Ticket
     version: int
     """Of the weights when it was begun."""
     samples: list[Sample] = field(default_factory=list[Sample])
@@ -359,6 +407,8 @@ class _Server:
         tell_launcher(position.job_rank)
         self._runtime, self._position, self._dtype = runtime, position, dtype
         self._version = -1
+        self._job = job
+        self._scoring: ScoringThread | None = None
         self._draws = DrawnByTicket()
         self._under_way: dict[int | str, _UnderWay] = {}
         """In flight."""
@@ -385,8 +435,9 @@ class _Server:
                 samples = self._engine.generate(tickets, drawing)
             except NotFiniteDraw as failure:
                 error = str(failure)
-            self._answer(samples, self._version, time.perf_counter() - start, EngineClock(), error)
-        self.requests.end()
+            self._answer(
+                samples, self._version, time.perf_counter() - start, EngineClock(), error, tickets=tickets
+            )
 
     def run_in_flight(self) -> None:
         """Answer tickets as they are drawn, without an end between batches, and take weights between two
@@ -402,7 +453,6 @@ class _Server:
                 began = time.perf_counter()
                 orders = desk.orders(engine.num_free, wait=engine.is_idle) if desk is not None else None
                 if not self._follow(self.requests.tell(orders)):
-                    self.requests.end()
                     return
                 since += time.perf_counter() - began
             if engine.is_idle:
@@ -418,7 +468,7 @@ class _Server:
             has_news = engine.has_news or self._group is None
             for answers in self._ended(tokens):
                 now = time.perf_counter()
-                self._answer(answers.samples, answers.version, now - since, told)
+                self._answer(answers.samples, answers.version, now - since, told, tickets=[answers.ticket])
                 told, since = replace(engine.clock), now
 
     def _follow(self, orders: Sequence[Sequence[Any]]) -> bool:
@@ -431,7 +481,7 @@ class _Server:
                 continue
             ticket, drawing = cast("tuple[Ticket, Drawing]", tuple(rest))
             self._draws.drawings[ticket.number] = drawing
-            self._under_way[ticket.number] = _UnderWay(ticket.count, self._version)
+            self._under_way[ticket.number] = _UnderWay(ticket, self._version)
             self._engine.join([ticket])
         return True
 
@@ -442,7 +492,7 @@ class _Server:
                 continue
             answers = self._under_way[sample.ticket]
             answers.samples.append(sample)
-            if len(answers.samples) == answers.count:
+            if len(answers.samples) == answers.ticket.count:
                 del self._under_way[sample.ticket], self._draws.drawings[sample.ticket]
                 answers.samples.sort(key=lambda one: one.number)
                 yield answers
@@ -465,9 +515,41 @@ class _Server:
         seconds: float,
         told: EngineClock,
         error: str | None = None,
+        *,
+        tickets: Sequence[Ticket] = (),
     ) -> None:
-        """Tell the controller; `told` is the clock as it was told of before."""
+        """Tell the controller, on the leader once the answers to the tickets are scored; `told` is the clock
+        as it was told of before."""
         clock = self._engine.clock
         rounds, filled = clock.rounds - told.rounds, clock.filled - told.filled
         slots = self._engine.num_slots
-        self.requests.answer(Answered(samples, version, seconds, rounds, filled, slots, error))
+        message = Answered(samples, version, seconds, rounds, filled, slots, error=error)
+        if self._scoring is None or error is not None or not samples:
+            self.requests.answer(message)
+            return
+        groups = [[one for one in samples if one.ticket == ticket.number] for ticket in tickets]
+        fields = [
+            answer_fields(ticket.prompt, group, self._job.tokenizer)
+            for ticket, group in zip(tickets, groups, strict=True)
+            if ticket.prompt is not None
+        ]
+        start = time.perf_counter()
+
+        def answer(scores: list[Scores]) -> None:
+            by_ticket = {ticket.number: own for ticket, own in zip(tickets, scores, strict=True)}
+            took = time.perf_counter() - start
+            self.requests.answer(replace(message, scores=by_ticket, scoring_seconds=took))
+
+        self._scoring.score(fields, answer)
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """While inside, the leader has processes that score. Raises ConfigError, on the leader, if they
+        cannot load the functions."""
+        if self.requests.channel is None:
+            yield
+            return
+        reward = self._job.run.reward
+        with Scorers(reward, self._job.columns) as scorers:
+            with ScoringThread(scorers, reward.workers) as self._scoring:
+                yield

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError, YuanError
-from yuan_train.data.prompts import Prompt, text_of
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.prompts import Prompt
 from yuan_train.parallel.groups import guard_world_collective, wait_for_world
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel, score_error
-from yuan_train.rl.rewards import Scorers, Scores, reward_of
+from yuan_train.rl.rewards import Scorers, Scores, answer_fields, reward_of
 from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
@@ -134,14 +133,15 @@ class Collector:
             greedy=not config.temperature,
         )
         tickets = [
-            Ticket(f"evaluation-{i}", prompt.ids, config.samples) for i, prompt in enumerate(job.evaluation)
+            Ticket(f"evaluation-{i}", prompt.ids, config.samples, prompt)
+            for i, prompt in enumerate(job.evaluation)
         ]
         samples = self._generate(tickets, drawing)
         scored = self._score(list(zip(job.evaluation, samples, strict=True)))
         shares: list[float] = []
         rewards: list[float] = []
         for answers, scores in zip(samples, scored, strict=True):
-            passed = [of_answer[0] >= 1 for of_answer in scores.of_answers]
+            passed = [(of_answer[0] or 0.0) >= 1 for of_answer in scores.of_answers]
             shares.append(sum(passed) / len(answers))
             rewards += self._rewards(scores, answers)
         count = len(tickets)
@@ -156,7 +156,9 @@ class Collector:
         job = self._job
         prompts = [job.prompts[number] for number in numbers]
         group_size = job.run.algorithm.group
-        tickets = [Ticket(n, prompt.ids, group_size) for n, prompt in zip(numbers, prompts, strict=True)]
+        tickets = [
+            Ticket(n, prompt.ids, group_size, prompt) for n, prompt in zip(numbers, prompts, strict=True)
+        ]
         start = time.perf_counter()
         samples = self._generate(tickets, self._drawing)
         drawn = time.perf_counter()
@@ -208,7 +210,14 @@ class Collector:
         return [found[ticket.number] for ticket in tickets]
 
     def _score(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
-        """Rank 0 has the functions score, all get it; then all ranks add the reward model's scores."""
+        """The functions' scores, to which all ranks add the reward model's."""
+        scored = self._score_by_functions(groups)
+        if self._reward_model is None:
+            return scored
+        return self._with_model(self._reward_model, groups, scored)
+
+    def _score_by_functions(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
+        """Rank 0 has the functions score, all get it."""
         told: list[Any] = [None]
         fault: YuanError | None = None
         if self._scorers is not None:
@@ -223,9 +232,7 @@ class Collector:
         if dist.is_initialized():
             with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
                 dist.broadcast_object_list(told, src=0)
-        if self._reward_model is None:
-            return told[0]
-        return self._with_model(self._reward_model, groups, told[0])
+        return told[0]
 
     def _with_model(
         self,
@@ -244,25 +251,6 @@ class Collector:
             error = score_error(own)
             found[n] = Scores(error=error) if error else Scores(tuple((*row, value) for row, value in pairs))
         return found
-
-
-def answer_fields(
-    prompt: Prompt, samples: Sequence[Sample], tokenizer: Tokenizer | None
-) -> list[Mapping[str, Any]]:
-    """What reward functions get of each answer."""
-    return [
-        {
-            "prompt": prompt.text,
-            "completion": text_of(sample.said, tokenizer),
-            "answer": prompt.answer,
-            "prompt_ids": prompt.ids,
-            "completion_ids": sample.ids,
-            "ended": sample.ended,
-            "ticket": sample.ticket,
-            "sample": sample.number,
-        }
-        for sample in samples
-    ]
 
 
 def _too_large(rewards: Sequence[float]) -> str | None:

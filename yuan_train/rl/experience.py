@@ -33,7 +33,7 @@ class Group:
     ticket: int
     prompt: Prompt
     samples: tuple[Sample, ...]
-    scores: tuple[tuple[float, ...], ...]
+    scores: tuple[tuple[float | None, ...], ...]
     """Of each answer, by function."""
     rewards: tuple[float, ...]
 

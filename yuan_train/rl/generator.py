@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from yuan_kernels import dispatch
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
@@ -603,7 +602,7 @@ class Engine:
         self.drawn.clear()
         if self._bridge is not None:
             self._bridge.resize((*shape, self._hidden))
-        with as_training_error(self._runtime.coord), dispatch.variable_held():
+        with as_training_error(self._runtime.coord):
             self._executor.run(self._program)
 
     def _exchange(self, counts: dict[int, int]) -> dict[int, list[tuple[float, ...]]]:

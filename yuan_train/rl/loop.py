@@ -110,11 +110,12 @@ def train_rl(job: RLJob) -> None:
 @contextmanager
 def _scorers(job: RLJob) -> Iterator[Scorers | None]:
     """The reward functions' processes, on rank 0. Raises, on all ranks, what is wrong with the functions."""
-    if job.policy.position.rank > 0:
+    if job.policy.position.rank > 0 or job.generates_apart:
+        # Engines of their own score where they are.
         raise_together(None)
         yield None
         return
-    scorers = Scorers(job.run.reward)
+    scorers = Scorers(job.run.reward, job.prompts.columns)
     fault: YuanError | None = None
     try:
         scorers.__enter__()
@@ -408,6 +409,7 @@ def _with_engines(metrics: RLMetrics, told: Told) -> RLMetrics:
         generation_seconds=told.engine_seconds,
         sync_seconds=told.sync_seconds,
         sync_bytes=told.sync_bytes,
+        scoring_seconds=told.scoring_seconds,
         idle_generation=max(0.0, 1 - told.engine_seconds / step),
     )
 
@@ -422,11 +424,17 @@ def _of_answers(batch: Collected, labels: Sequence[str]) -> dict[str, Any]:
     return {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
-        "rewards": {label: statistics.fmean(row[i] for row in scores) for i, label in enumerate(labels)},
+        "rewards": {label: _mean([row[i] for row in scores]) for i, label in enumerate(labels)},
         "answer_tokens": {"mean": statistics.fmean(lengths), "max": max(lengths)},
         "truncated": sum(sample.ended == "limit" for sample in samples) / len(samples),
         "entropy_estimate": -drawn / sum(lengths),
     }
+
+
+def _mean(scores: Sequence[float | None]) -> float | None:
+    """Of those that there are."""
+    found = [score for score in scores if score is not None]
+    return statistics.fmean(found) if found else None
 
 
 def _of_updates(result: UpdateResult) -> dict[str, Any]:

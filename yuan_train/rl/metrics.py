@@ -34,8 +34,8 @@ class RLMetrics(StepMetrics):
 
     reward: float
     reward_std: float
-    rewards: dict[str, float]
-    """Mean score by function."""
+    rewards: dict[str, float | None]
+    """Mean score by function, over the answers that it scored."""
     answer_tokens: dict[str, float]
     """`mean` and `max`."""
     truncated: float
@@ -71,6 +71,7 @@ class RLMetrics(StepMetrics):
     """Share of the slots that got a token, over the rounds of all pipelines or engines."""
     generation_seconds: float
     scoring_seconds: float
+    """Where engines of their own score, while they draw and the policy trains, that of the slowest."""
     training_seconds: float
     sync_seconds: float
     """0 where generation uses the policy's own weights, as `sync_bytes`."""

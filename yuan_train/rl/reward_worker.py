@@ -1,9 +1,10 @@
 """A process that scores answers: reads a group as a line of JSON, answers with a line. Knows no torch.
 
-    python -m yuan_train.rl.reward_worker FUNCTIONS
+    python -m yuan_train.rl.reward_worker ORDER
 
-FUNCTIONS is a list of `RewardFunction`s as JSON. What functions print goes nowhere. A process of its own, so
-that one that hangs can be ended.
+ORDER is JSON: `functions`, a list of `RewardFunction`s; `columns`, the names of what prompts have beside
+FIELDS; `concurrency`, how many answers are scored at once. What functions print goes nowhere. A process of
+its own, so that one that hangs can be ended.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 Score = Callable[[dict[str, Any]], Any]
-"""The score of an answer, of its fields: those of FIELDS."""
+"""The score of an answer, of its fields: those of FIELDS, and its prompt's columns."""
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """The scores of all answers to a prompt, of a list of each field."""
+
+    of: Score
+
 
 FIELDS = (
     "prompt",
@@ -59,8 +70,8 @@ def _last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-def load_function(function: dict[str, Any]) -> Score:
-    """The score of one `RewardFunction`. Raises Unusable."""
+def load_function(function: dict[str, Any], columns: Collection[str] = ()) -> Score | GroupScore:
+    """The score of one `RewardFunction`, which may take columns of the prompts. Raises Unusable."""
     name, pattern = function.get("name"), function.get("pattern")
     if name in ("exact", "number"):
         return exact if name == "exact" else number
@@ -73,7 +84,8 @@ def load_function(function: dict[str, Any]) -> Score:
             _last_group(searched, fields["completion"]) == str(fields["answer"]).strip()
         )
     file, _, attribute = str(function["python"]).rpartition(":")
-    return _of_python(file, attribute)
+    found = _of_python(file, attribute, columns)
+    return GroupScore(found) if function.get("batch") else found
 
 
 def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
@@ -81,7 +93,7 @@ def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
     return found[-1].strip() if found and found[-1] is not None else None
 
 
-def _of_python(file: str, attribute: str) -> Score:
+def _of_python(file: str, attribute: str, columns: Collection[str]) -> Score:
     spec = importlib.util.spec_from_file_location("reward_functions", file)
     if spec is None or spec.loader is None or not os.path.isfile(file):
         raise Unusable(f"{file}: no such file")
@@ -97,11 +109,10 @@ def _of_python(file: str, attribute: str) -> Score:
     parameters = inspect.signature(found).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    strange = [
-        p.name for p in parameters if p.name in names and p.name not in FIELDS and p.default is p.empty
-    ]
+    known = (*FIELDS, *columns)
+    strange = [p.name for p in parameters if p.name in names and p.name not in known and p.default is p.empty]
     if strange or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-        wanted = ", ".join(FIELDS)
+        wanted = ", ".join(FIELDS) + ", or a key that each line of the prompts' files has"
         raise Unusable(
             f"{file}:{attribute} takes {', '.join(strange) or 'positions'}; wanted some of {wanted}"
         )
@@ -112,25 +123,50 @@ def _of_python(file: str, attribute: str) -> Score:
     return score
 
 
-def score_group(functions: list[Score], labels: list[str], group: list[dict[str, Any]]) -> dict[str, Any]:
-    """{"scores": [[a number per function] per answer]}, or {"error": ...}."""
-    scores: list[list[float]] = []
-    for fields in group:
-        row: list[float] = []
-        for label, function in zip(labels, functions, strict=True):
-            try:
-                value = function(fields)
-            except (Exception, SystemExit) as error:
-                return {"error": f"{label} raised {type(error).__name__}: {str(error)[:500]}"}
-            score = _as_float(value)
-            if score is None:
+def score_group(
+    functions: Sequence[Score | GroupScore],
+    labels: Sequence[str],
+    group: list[dict[str, Any]],
+    *,
+    each: Callable[[Score, list[dict[str, Any]]], Iterable[Any]] = map,
+) -> dict[str, Any]:
+    """{"scores": [[a number, or None, per function] per answer]}, or {"error": ...}.
+
+    `each` applies a function to all answers. None is "not mine": another function is to score the answer.
+    """
+    columns: list[list[float | None]] = []
+    for label, function in zip(labels, functions, strict=True):
+        try:
+            if isinstance(function, GroupScore):
+                values = function.of({name: [one.get(name) for one in group] for name in _names(group)})
+            else:
+                values = list(each(function, group))
+        except (Exception, SystemExit) as error:
+            return {"error": f"{label} raised {type(error).__name__}: {str(error)[:500]}"}
+        if not isinstance(values, (list, tuple)) or len(values) != len(group):
+            shown = repr(values)[:100]
+            return {"error": f"{label} returned {shown}; wanted a list of {len(group)} numbers"}
+        scores: list[float | None] = []
+        for value in values:
+            score = None if value is None else _as_float(value)
+            if score is None and value is not None:
                 shown = repr(value)[:100]
-                return {"error": f"{label} returned {shown} ({type(value).__name__}); wanted a number"}
-            if not math.isfinite(score):
+                return {
+                    "error": f"{label} returned {shown} ({type(value).__name__}); wanted a number, or None"
+                }
+            if score is not None and not math.isfinite(score):
                 return {"error": f"{label} returned {score}; wanted a finite number"}
-            row.append(score)
-        scores.append(row)
-    return {"scores": scores}
+            scores.append(score)
+        columns.append(scores)
+    rows = [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in group]
+    if columns and any(all(score is None for score in row) for row in rows):
+        return {"error": "no function scored an answer: all returned None"}
+    return {"scores": rows}
+
+
+def _names(group: list[dict[str, Any]]) -> list[str]:
+    """Of the fields that some answer has."""
+    return list(dict.fromkeys(name for fields in group for name in fields))
 
 
 def _as_float(value: Any) -> float | None:
@@ -161,18 +197,21 @@ def main() -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    given: list[dict[str, Any]] = json.loads(sys.argv[1])
-    functions: list[Score] = []
+    order: dict[str, Any] = json.loads(sys.argv[1])
+    given: list[dict[str, Any]] = order["functions"]
+    functions: list[Score | GroupScore] = []
     for function in given:
         try:
-            functions.append(load_function(function))
+            functions.append(load_function(function, order["columns"]))
         except Unusable as error:
             say({"error": str(error)})
             return
     say({"ready": len(functions)})
     labels = [str(function["label"]) for function in given]
+    count = int(order["concurrency"])
+    each = ThreadPoolExecutor(count).map if count > 1 else map
     for line in groups:
-        say(score_group(functions, labels, json.loads(line)))
+        say(score_group(functions, labels, json.loads(line), each=each))
 
 
 if __name__ == "__main__":

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Self
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import RewardConfig
+from yuan_train.data.prompts import Prompt, text_of
+from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.tickets import Sample
 
 logger = logging.getLogger(__name__)
@@ -29,13 +33,16 @@ READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the answers to one prompt: a number per `RewardConfig.labels` of each; or why there are none."""
+    """Of the answers to one prompt: a number per `RewardConfig.labels` of each, None where a function says
+    that an answer is not its own; or why there are none."""
 
-    of_answers: tuple[tuple[float, ...], ...] = ()
+    of_answers: tuple[tuple[float | None, ...], ...] = ()
     error: str | None = None
 
 
-def reward_of(scores: Sequence[float], sample: Sample, config: RewardConfig, *, max_new_tokens: int) -> float:
+def reward_of(
+    scores: Sequence[float | None], sample: Sample, config: RewardConfig, *, max_new_tokens: int
+) -> float:
     """The reward of an answer: the weighted sum, clipped; less the penalty of its length.
 
     Linear from 0 at `max_new_tokens - buffer` to `penalty` at `max_new_tokens`: DAPO, Yu et al. 2025
@@ -43,7 +50,8 @@ def reward_of(scores: Sequence[float], sample: Sample, config: RewardConfig, *, 
     """
     if config.truncated is not None and sample.ended == "limit":
         return config.truncated
-    total = sum(weight * score for weight, score in zip(config.weights, scores, strict=True))
+    pairs = zip(config.weights, scores, strict=True)
+    total = sum(weight * score for weight, score in pairs if score is not None)
     if config.clip is not None:
         total = min(max(total, config.clip[0]), config.clip[1])
     buffer = config.overlong.buffer
@@ -87,18 +95,19 @@ class Scorers:
     the functions, those that have them go on: how long a file's imports take costs no group its time.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Raises ConfigError, when entered, if a first process cannot load the functions."""
+    def __init__(self, config: RewardConfig, columns: Sequence[str] = ()) -> None:
+        """`columns`: what each prompt has beside `reward_worker.FIELDS`. Raises ConfigError, when entered, if
+        a first process cannot load the functions."""
         self._config = config
         self._workers: list[_Worker] = []
         self._did_not_load = False
         """Of this batch: whether a process could not load the functions, as the first one could."""
-        self._functions = json.dumps(
-            [
-                {"name": f.name, "python": f.python, "pattern": f.pattern, "label": f.label}
-                for f in config.functions
-            ]
-        )
+        functions = [
+            {"name": f.name, "python": f.python, "pattern": f.pattern, "label": f.label, "batch": f.batch}
+            for f in config.functions
+        ]
+        order = {"functions": functions, "columns": list(columns), "concurrency": config.concurrency}
+        self._order = json.dumps(order)
 
     def __enter__(self) -> Self:
         self._start()
@@ -117,7 +126,7 @@ class Scorers:
         self._workers.clear()
 
     def score(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Scores]:
-        """Score groups of answers, each given as the fields of `reward_worker.FIELDS`; in their order.
+        """Score groups of answers, each given as its fields (`answer_fields`); in their order.
 
         Raises OSError if no process can load the functions any more: no group is at fault.
         """
@@ -237,7 +246,7 @@ class Scorers:
     def _start(self) -> None:
         """Start a process, which begins to load the functions."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "yuan_train.rl.reward_worker", self._functions],
+            [sys.executable, "-m", "yuan_train.rl.reward_worker", self._order],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -246,6 +255,58 @@ class Scorers:
         worker = _Worker(process, deadline=time.monotonic() + START_SECONDS)
         os.set_blocking(worker.input.fileno(), False)
         self._workers.append(worker)
+
+
+class ScoringThread:
+    """Scores groups beside the thread that gives them, as they come: some at a time, one for each process."""
+
+    def __init__(self, scorers: Scorers, at_once: int) -> None:
+        """As a context manager, it ends with it; what was not scored by then is dropped."""
+        self._scorers = scorers
+        self._at_once = at_once
+        self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends = True
+        self._given.put(None)
+        if kind is None:
+            self._thread.join()
+
+    def score(
+        self, groups: Sequence[Sequence[Mapping[str, Any]]], then: Callable[[list[Scores]], None]
+    ) -> None:
+        """Have groups scored; `then` gets the scores in their order, in the other thread. If no process can
+        load the functions any more, each has that as its error."""
+        self._given.put((groups, then))
+
+    def _run(self) -> None:
+        while not self._ends and (first := self._given.get()) is not None:
+            given, count = [first], len(first[0])
+            while count < self._at_once and not self._given.empty():
+                if (more := self._given.get()) is None:
+                    return
+                given.append(more)
+                count += len(more[0])
+            groups = [group for own, _ in given for group in own]
+            try:
+                scores = self._scorers.score(groups)
+            except OSError as error:
+                why = f"the reward functions' processes cannot be used: {error}"
+                scores = [Scores(error=why)] * len(groups)
+            for own, then in given:
+                then(scores[: len(own)])
+                scores = scores[len(own) :]
+
+
+_Given = tuple[Sequence[Sequence[Mapping[str, Any]]], Callable[[list[Scores]], None]]
 
 
 class _Failed(Exception):
@@ -272,3 +333,23 @@ def _end(worker: _Worker) -> None:
                 pipe.close()
             except OSError:
                 pass
+
+
+def answer_fields(
+    prompt: Prompt, samples: Sequence[Sample], tokenizer: Tokenizer | None
+) -> list[Mapping[str, Any]]:
+    """What reward functions get of each answer."""
+    return [
+        {
+            **prompt.columns,
+            "prompt": prompt.text,
+            "completion": text_of(sample.said, tokenizer),
+            "answer": prompt.answer,
+            "prompt_ids": prompt.ids,
+            "completion_ids": sample.ids,
+            "ended": sample.ended,
+            "ticket": sample.ticket,
+            "sample": sample.number,
+        }
+        for sample in samples
+    ]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from yuan_train.data.prompts import Prompt
+
 Ended = Literal["stop", "limit"]
 """Why an answer ends: with a token that ends answers, or with as many tokens as it may have."""
 
@@ -22,6 +24,8 @@ class Ticket:
     """Of the run's order; prompts of an evaluation have names."""
     prompt_ids: tuple[int, ...]
     count: int
+    prompt: Prompt | None = None
+    """For the scores of its answers, where an engine has them made."""
 
 
 @dataclass(frozen=True)

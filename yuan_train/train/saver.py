@@ -205,10 +205,9 @@ def save_progress(job: Job, engine: Engine, progress: Progress, saver: Saver) ->
         job.run.checkpoint.directory,
         step=progress.step,
         tensors=saver.snapshots.take(tensors) if saver.snapshots is not None else tensors,
-        state={**to_state(progress, job.run), **engine.state()},
+        state={**to_state(progress, job.run), **engine.state(), "kept_step": engine.kept_step},
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
-        best=engine.kept_step,
         group=saver.group,
     )
     saver.start(progress.step, save)
