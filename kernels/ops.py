@@ -31,7 +31,7 @@ from yuan_kernels import router as routers
 from yuan_kernels import swiglu as gates
 from yuan_kernels.attention import DocumentRanges
 from yuan_kernels.cross_entropy_blocks import Exchange
-from yuan_kernels.dispatch import Choice
+from yuan_kernels.dispatch import Choice, variable_held
 from yuan_kernels.reference import FilterState, Reduction
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "swiglu",
+    "variable_held",
     "wide_linear",
 ]
 

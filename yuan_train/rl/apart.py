@@ -104,7 +104,7 @@ class Answered:
     """By ticket: the functions'."""
     scoring_seconds: float = 0.0
     error: str | None = None
-    """What is wrong with the weights."""
+    """What ends the run: weights at fault, or functions that cannot be loaded any more."""
 
 
 @dataclass(frozen=True)
@@ -535,7 +535,10 @@ class _Server:
         ]
         start = time.perf_counter()
 
-        def answer(scores: list[Scores]) -> None:
+        def answer(scores: list[Scores] | str) -> None:
+            if isinstance(scores, str):
+                self.requests.answer(replace(message, error=scores))
+                return
             by_ticket = {ticket.number: own for ticket, own in zip(tickets, scores, strict=True)}
             took = time.perf_counter() - start
             self.requests.answer(replace(message, scores=by_ticket, scoring_seconds=took))

@@ -281,10 +281,10 @@ class ScoringThread:
             self._thread.join()
 
     def score(
-        self, groups: Sequence[Sequence[Mapping[str, Any]]], then: Callable[[list[Scores]], None]
+        self, groups: Sequence[Sequence[Mapping[str, Any]]], then: Callable[[list[Scores] | str], None]
     ) -> None:
-        """Have groups scored; `then` gets the scores in their order, in the other thread. If no process can
-        load the functions any more, each has that as its error."""
+        """Have groups scored; `then` gets the scores in their order, in the other thread, or what is wrong if no
+        process can load the functions any more."""
         self._given.put((groups, then))
 
     def _run(self) -> None:
@@ -299,14 +299,15 @@ class ScoringThread:
             try:
                 scores = self._scorers.score(groups)
             except OSError as error:
-                why = f"the reward functions' processes cannot be used: {error}"
-                scores = [Scores(error=why)] * len(groups)
+                for _, then in given:
+                    then(f"the reward functions' processes cannot be used: {error}")
+                continue
             for own, then in given:
                 then(scores[: len(own)])
                 scores = scores[len(own) :]
 
 
-_Given = tuple[Sequence[Sequence[Mapping[str, Any]]], Callable[[list[Scores]], None]]
+_Given = tuple[Sequence[Sequence[Mapping[str, Any]]], Callable[[list[Scores] | str], None]]
 
 
 class _Failed(Exception):
