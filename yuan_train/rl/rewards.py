@@ -283,8 +283,8 @@ class ScoringThread:
     def score(
         self, groups: Sequence[Sequence[Mapping[str, Any]]], then: Callable[[list[Scores] | str], None]
     ) -> None:
-        """Have groups scored; `then` gets the scores in their order, in the other thread, or what is wrong if no
-        process can load the functions any more."""
+        """Have groups scored; `then` gets the scores in their order, in the other thread, or what is wrong
+        if no process can load the functions any more."""
         self._given.put((groups, then))
 
     def _run(self) -> None:
