@@ -66,11 +66,13 @@ setup(
         "megatron": ["megatron-core>=0.16,<0.17"],
         "parquet": ["pyarrow"],
         "serve": ["fastapi", "uvicorn"],
+        "docs": ["mkdocs-material"],
         "test": [
             "pytest",
             "pytest-xdist",
             "hypothesis",
             "jsonschema",
+            "mkdocs-material",
             "ruff",
             "pyright",
             "highspy",

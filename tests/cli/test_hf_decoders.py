@@ -64,6 +64,12 @@ def test_the_tokenizer_knows_what_begins_and_ends(imported: Path) -> None:
     assert tokenizer.role_id("bos_token") == BEGIN and tokenizer.role_id("pad_token") is None
 
 
+def test_the_tokenizer_of_a_checkpoint_is_named_by_it(imported: Path, tmp_path: Path) -> None:
+    """As the folder of checkpoints, or one of them."""
+    wanted = Tokenizer.load(imported / "step-00000000" / "tokenizer").digest
+    assert Tokenizer.load(imported).digest == Tokenizer.load(imported / "step-00000000").digest == wanted
+
+
 def test_sentencepiece_tokenizers(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Llama 2's has a config of its own, which goes along; one of ours gets code that reads it."""
     train_tokenizer([Path(json.__file__).parent / "decoder.py"], 380, tmp_path / "mine")

@@ -58,12 +58,14 @@ def lines(path: Path, records: Sequence[object]) -> None:
 def fill_in(path: Path, values: dict[str, str], directory: Path) -> None:
     """Replace the values of the lines that are to be filled in, all of them, and the runs' directories."""
     filled: list[str] = []
+    used: set[str] = set()
     for line in path.read_text().splitlines():
         if FILL_IN.search(line):
             (found,) = [old for old in values if old in line]
-            line = line.replace(found, values.pop(found))
+            line = line.replace(found, values[found])
+            used.add(found)
         filled.append(line.replace("runs/", f"{directory}/"))
-    assert not values, f"not marked: {values}"
+    assert used == set(values)
     path.write_text("\n".join(filled) + "\n")
 
 
@@ -97,17 +99,16 @@ def test_each_run_trains_after_what_its_comments_say(folder: Path, tmp_path: Pat
         "sft": {
             "runs/imported": pretrained,
             "data/chats": str(folder / "chats"),
-            "MODEL_FOLDER": tokenizer,
         },
         "dpo": {
             "runs/sft/checkpoints": tuned,
             "data/pairs.jsonl": str(folder / "pairs.jsonl"),
-            "MODEL_FOLDER": tokenizer,
+            "runs/imported": tokenizer,
         },
         "grpo": {
             "runs/sft/checkpoints": tuned,
             "data/prompts.jsonl": str(folder / "prompts.jsonl"),
-            "MODEL_FOLDER": tokenizer,
+            "runs/imported": tokenizer,
             "{name: number, weight: 1.0}": "{name: exact, weight: 1.0}",
         },
     }

@@ -135,14 +135,20 @@ def _dispatch(arguments: list[str]) -> int:
         raise YuanError(f"there is no command {name!r}; {hint}(has: {', '.join(COMMANDS)})")
     if name in NOT_IMPLEMENTED:
         raise YuanError(f"`yuan-train {name}` is not implemented yet; CHANGELOG.md lists what is")
+    parser, own = command_parser(name)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(unknown, own)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    return run(parsed)
+
+
+def command_parser(name: str) -> tuple[Parser, argparse.ArgumentParser]:
+    """The parser of a command line that begins with this command, and the command's own."""
     parser = Parser(prog="yuan-train")
     subparsers = parser.add_subparsers(parser_class=Parser, required=True)
     importlib.import_module(f"yuan_train.cli.{name.replace('-', '_')}").register(subparsers)
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        _refuse(unknown, subparsers.choices[name])
-    run: Callable[[argparse.Namespace], int] = parsed.run
-    return run(parsed)
+    return parser, subparsers.choices[name]
 
 
 def _refuse(unknown: list[str], parser: argparse.ArgumentParser) -> NoReturn:

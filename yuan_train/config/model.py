@@ -552,11 +552,12 @@ def model_of_checkpoint(path: str | Path) -> Document:
 
 def _checkpoint_model(path: Path) -> Document | None:
     """None if no checkpoint is there. The names are those of `checkpoint/names.py`, a floor above."""
-    steps = [path] if (path / STATE).is_file() else _newest_first(path)
+    steps = [path] if (path / STATE).is_file() else newest_steps(path)
     return next((found for step in steps if (found := _model_of_state(step / STATE)) is not None), None)
 
 
-def _newest_first(path: Path) -> list[Path]:
+def newest_steps(path: Path) -> list[Path]:
+    """The checkpoints in a directory of them, newest first; none of another directory."""
     steps = [step for step in path.glob("step-*") if step.name[5:].isdecimal()]
     return sorted(steps, key=lambda step: int(step.name[5:]), reverse=True)
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import sentencepiece
 
 from yuan_train.config.errors import DataError
+from yuan_train.config.model import newest_steps
 from yuan_train.data.text import END_OF_DOCUMENT, check_inputs, decode_item, read_items
 
 MODEL_NAME = "tokenizer.model"
@@ -258,7 +259,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Loads a model file, or `tokenizer.model` of a folder, else its `tokenizer.json`.
+        """Loads a file, a folder's `tokenizer.model`, else its `tokenizer.json`, or that of a checkpoint.
 
         Raises DataError when there is none, when it is incomplete or in another format, when no piece can end
         a document, or when a `tokenizer.json` is given and the package `tokenizers` is not installed.
@@ -318,10 +319,13 @@ class Tokenizer:
 
 
 def _file_of(path: Path) -> Path:
+    """The tokenizer's file in a folder; of a checkpoint, or a directory of them, its own."""
     if not path.is_dir():
         return path
+    folders = [path, path / "tokenizer", *(step / "tokenizer" for step in newest_steps(path))]
     names = (MODEL_NAME, HUGGING_FACE_NAME)
-    return next((path / name for name in names if (path / name).is_file()), path / MODEL_NAME)
+    files = (folder / name for folder in folders for name in names)
+    return next((file for file in files if file.is_file()), path / MODEL_NAME)
 
 
 class SentencePieceBackend:
