@@ -73,6 +73,7 @@ setup(
             "hypothesis",
             "jsonschema",
             "mkdocs-material",
+            "peft",
             "ruff",
             "pyright",
             "highspy",

@@ -22,7 +22,6 @@ PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTIN
 NAMES = [path.name for path in PAGES]
 MAX_WORDS = 35
 LONG_SENTENCES = {
-    "architecture.md": 4,
     "benchmarks-kernels.md": 3,
     "benchmarks.md": 16,
     "estimate.md": 6,

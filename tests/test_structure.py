@@ -108,7 +108,7 @@ CALLED_BY_LIBRARIES = {
     "create_local_plan": 1,
 }
 
-OPTIONAL = {"pyarrow", "triton", "fastapi", "starlette", "uvicorn"}
+OPTIONAL = {"pyarrow", "triton", "fastapi", "starlette", "uvicorn", "huggingface_hub"}
 """Packages that are imported where they are used, with something to fall back on or a message."""
 MODULES = {
     "PyYAML": ["yaml"],

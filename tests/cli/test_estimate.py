@@ -129,7 +129,10 @@ def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model configs/model/yuan2-2b.yaml --engine trl-0.14", "a localized filter.*--engine yuan"),
         ("--model configs/model/yuan2-m32.yaml --engine trl-0.14", "a mixture of experts"),
         ("--model configs/cluster/laptop.yaml", "laptop.yaml: a cluster file; wanted a model file, a name"),
-        ("--model Qwen/Qwen9-1B", "no such file or model.* hf download Qwen/Qwen9-1B --local-dir Qwen9-1B"),
+        (
+            "--model Qwen/Qwen9-1B",
+            "no such file or model.* yuan-train import-hf Qwen/Qwen9-1B --out runs/Qwen9-1B",
+        ),
         ("--model Qwen2.5-7B --engine trl-0.14 --algorithm ppo", "without a critic or a reward model"),
     ],
 )

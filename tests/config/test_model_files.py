@@ -102,8 +102,8 @@ def test_the_model_of_the_checkpoint_to_start_from(tmp_path: Path) -> None:
         ("nowhere.yaml", r"run.yaml:1: model: .*run/nowhere\.yaml: no such file$"),
         (
             "Qwen/Qwen2.5-1.5B",
-            r"no such folder; a model of the Hub is fetched by: hf download Qwen/Qwen2\.5-1\.5B --local-dir "
-            r"Qwen2\.5-1\.5B; then give Qwen2\.5-1\.5B",
+            r"no such folder; a model of the Hub is fetched by: yuan-train import-hf Qwen/Qwen2\.5-1\.5B "
+            r"--out runs/Qwen2\.5-1\.5B; then give runs/Qwen2\.5-1\.5B",
         ),
         ("empty", r"empty: a folder with neither a config\.json \(Hugging Face\) nor a checkpoint"),
         ("adapter.json", "adapter.json: a config of adapters; wanted the model that they belong to"),

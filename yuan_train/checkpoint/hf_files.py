@@ -44,7 +44,7 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
     """
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index, single_file = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
-        open_file = _open_safetensors if suffix == "safetensors" else _open_pickled
+        open_file = open_safetensors if suffix == "safetensors" else _open_pickled
         if index.exists():
             return _open_indexed(folder, index, open_file)
         if single_file.exists():
@@ -77,7 +77,8 @@ def _open_indexed(
     return found
 
 
-def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Every tensor of a safetensors file, by name. Raises CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping

@@ -58,12 +58,18 @@ class Imported:
 
 
 def import_hf(
-    folder: str | Path, out: str | Path, *, rope_base: float | None = None, rotary_form: str | None = None
+    folder: str | Path,
+    out: str | Path,
+    *,
+    name: str | None = None,
+    rope_base: float | None = None,
+    rotary_form: str | None = None,
 ) -> Imported:
     """Turn a folder in the published format into a checkpoint of step 0 under `out`.
 
-    Weights keep their dtype, so that an export gives the same bits. There is no optimizer state: training
-    from this checkpoint starts with a new one. `rope_base` and `rotary_form` are fields of the model that
+    The model is called `name`, or as its folder. Weights keep their dtype, so that an export gives the same
+    bits. There is no optimizer state: training from this checkpoint starts with a new one. `rope_base` and
+    `rotary_form` are fields of the model that
     published configs may not have; None: what the config says, or the default.
 
     Raises CheckpointError for anything but a complete model of a known architecture: truncated files,
@@ -74,7 +80,7 @@ def import_hf(
     config = _read_config(folder)
     where = f"{folder}/config.json"
     published = format_for(config, where=where)
-    model = published.model_from_config(config, name=folder.resolve().name, where=where)
+    model = published.model_from_config(config, name=name or folder.resolve().name, where=where)
     given = {"rope_base": rope_base, "rotary_form": rotary_form}
     model = _with_fields(model, {key: value for key, value in given.items() if value is not None})
     stored = open_tensors(folder)

@@ -292,6 +292,13 @@ class WholeTensorReader:
         wide = torch.promote_types(weight.dtype, torch.float32)
         return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=self._lora.scale)
 
+    def stored(self) -> Iterator[tuple[str, LazyTensor]]:
+        """Weights and buffers as they are stored, by their names in the checkpoint; no optimizer state."""
+        for key, entry in self._entries.items():
+            if key.startswith((f"{WEIGHTS}.", f"{BUFFERS}.")):
+                shape = tuple(entry.size)
+                yield key, LazyTensor(shape, entry.properties.dtype, _bind(self._load, key, shape))
+
     def buffers(self) -> Iterator[tuple[str, LazyTensor]]:
         """The published buffers that an import kept, by their published names."""
         for key, entry in self._entries.items():

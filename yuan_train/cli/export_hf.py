@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from yuan_train.checkpoint.hub import NAME, push_model
 from yuan_train.config.errors import ConfigError
 
 
@@ -31,6 +32,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of a file, default 5"
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer instead of the checkpoint's")
+    parser.add_argument(
+        "--adapter", action="store_true", help="the adapters (LoRA) alone, in PEFT's format, not merged"
+    )
+    parser.add_argument(
+        "--push", metavar="ORG/NAME", help="also put the folder on the Hugging Face Hub, as a private model"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run)
 
@@ -39,25 +46,34 @@ def run(arguments: argparse.Namespace) -> int:
     """Export and report."""
     if not arguments.shard_size > 0:
         raise ConfigError(f"--shard-size: {arguments.shard_size}; wanted a number of gigabytes above 0")
+    if arguments.push and not NAME.fullmatch(arguments.push):
+        raise ConfigError(f"--push: {arguments.push!r}; wanted ORG/NAME, as models of the Hub are called")
     from yuan_train.checkpoint.hf_export import export_hf
     from yuan_train.checkpoint.load import find_checkpoint
+    from yuan_train.checkpoint.peft import export_adapter
 
     checkpoint = find_checkpoint(arguments.checkpoint)
     for note in checkpoint.notes:
         print(f"note: {note}", file=sys.stderr)
-    tokenizer, token_ids = _tokenizer(arguments.tokenizer or checkpoint.tokenizer)
-    done = export_hf(
-        checkpoint,
-        arguments.out,
-        dtype=arguments.dtype,
-        tokenizer=tokenizer,
-        token_ids=token_ids,
-        shard_bytes=round(arguments.shard_size * 1e9),
-    )
+    if arguments.adapter:
+        done = export_adapter(checkpoint, Path(arguments.out), dtype=arguments.dtype)
+    else:
+        tokenizer, token_ids = _tokenizer(arguments.tokenizer or checkpoint.tokenizer)
+        done = export_hf(
+            checkpoint,
+            arguments.out,
+            dtype=arguments.dtype,
+            tokenizer=tokenizer,
+            token_ids=token_ids,
+            shard_bytes=round(arguments.shard_size * 1e9),
+        )
+    address = push_model(Path(arguments.out), arguments.push) if arguments.push else None
     if arguments.json:
-        print(json.dumps(asdict(done)))
+        print(json.dumps(asdict(done) | ({"address": address} if address else {})))
     else:
         print(f"{done.path}: {done.parameters:,} parameters, {done.dtype}, {done.tensors} tensors")
+        if address:
+            print(f"on the Hub: {address}")
     return 0
 
 

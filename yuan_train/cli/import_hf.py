@@ -1,19 +1,23 @@
-"""yuan-train import-hf DIR --out CKPT: converts a model in Hugging Face format to a checkpoint."""
+"""yuan-train import-hf MODEL --out CKPT: converts a model in Hugging Face format to a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from yuan_train.checkpoint.names import TOKENIZER
-from yuan_train.config.errors import DataError
+from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.load import dump_plain
 from yuan_train.config.model import RotaryForm
+
+if TYPE_CHECKING:
+    from yuan_train.checkpoint.hf_import import Imported
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,9 +27,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="turn a Hugging Face model into a checkpoint",
         description="Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of "
         "a Yuan 2.0 (dense or M32), Llama or Qwen model, and writes a checkpoint of step 0 for generate, "
-        "evaluate and train. One tensor is in memory at a time. No code in the folder is run.",
+        "evaluate and train. One tensor is in memory at a time. No code in the folder is run. Adapters in "
+        "PEFT's format are put beside the weights of --base.",
     )
-    parser.add_argument("folder", metavar="DIR", help="folder with config.json and the weights")
+    parser.add_argument(
+        "folder",
+        metavar="MODEL",
+        help="folder with config.json and the weights; ORG/NAME, fetched from the Hugging Face Hub; or a "
+        "folder of adapters (adapter_config.json)",
+    )
+    parser.add_argument(
+        "--base", metavar="CKPT", help="of adapters: the checkpoint of the model they belong to"
+    )
     parser.add_argument("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
     parser.add_argument(
         "--rope-base",
@@ -44,12 +57,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Import and report."""
-    from yuan_train.checkpoint.hf_import import import_hf
+    from yuan_train.checkpoint.peft import is_adapter
 
-    _check_tokenizer(Path(arguments.folder))
-    done = import_hf(
-        arguments.folder, arguments.out, rope_base=arguments.rope_base, rotary_form=arguments.rotary_form
-    )
+    folder = Path(arguments.folder)
+    adapters = is_adapter(folder)
+    if adapters != (arguments.base is not None):
+        raise ConfigError(
+            f"{folder}: adapters (adapter_config.json); name the checkpoint of their base: --base CKPT"
+            if adapters
+            else f"--base {arguments.base}: is for adapters, and {folder} holds no adapter_config.json"
+        )
+    done = _import_adapters(folder, arguments) if adapters else _import_model(folder, arguments)
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     if arguments.json:
@@ -60,12 +78,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _import_adapters(folder: Path, arguments: argparse.Namespace) -> Imported:
+    from yuan_train.checkpoint.load import find_checkpoint
+    from yuan_train.checkpoint.peft import import_adapter
+
+    return import_adapter(folder, find_checkpoint(arguments.base), arguments.out)
+
+
+def _import_model(folder: Path, arguments: argparse.Namespace) -> Imported:
+    """Import a folder, or a model of the Hub, which is fetched first."""
+    from yuan_train.checkpoint.hf_import import import_hf
+    from yuan_train.checkpoint.hub import NAME, fetch_model
+
+    name = None
+    if not folder.exists() and NAME.fullmatch(arguments.folder):
+        name = folder.name
+        folder = fetch_model(arguments.folder)
+    _check_tokenizer(folder)
+    return import_hf(
+        folder, arguments.out, name=name, rope_base=arguments.rope_base, rotary_form=arguments.rotary_form
+    )
+
+
 def _next_lines(out: str, step: Path) -> Iterator[str]:
     """What a run file says to train the model."""
     yield "to train it, in a run file (its model need not be said again):"
     yield dump_plain({"start": {"checkpoint": out}}).rstrip()
     if (step / TOKENIZER).is_dir():
-        yield dump_plain({"data": {"tokenizer": str(step / TOKENIZER)}}).rstrip()
+        yield dump_plain({"data": {"tokenizer": out}}).rstrip()
+        yield "next:"
+        where = shlex.quote(out)
+        yield f"  yuan-train generate --checkpoint {where} --prompt Hello"
+        yield f"  yuan-train preprocess --input TEXT.jsonl --tokenizer {where} --out data/corpus"
+        yield "  yuan-train init pretrain      (or sft, dpo, grpo)"
 
 
 def _check_tokenizer(folder: Path) -> None:

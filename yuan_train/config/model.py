@@ -503,7 +503,10 @@ def hub_advice(name: str | Path) -> str:
     if not _HUB_NAME.fullmatch(str(name)):
         return ""
     folder = str(name).rpartition("/")[2]
-    return f"a model of the Hub is fetched by: hf download {name} --local-dir {folder}; then give {folder}"
+    return (
+        f"a model of the Hub is fetched by: yuan-train import-hf {name} --out runs/{folder}; then give "
+        f"runs/{folder}"
+    )
 
 
 def read_model_document(path: str | Path) -> Document:

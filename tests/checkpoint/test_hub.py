@@ -1,0 +1,131 @@
+"""Models by their names on the Hub, with a server on this machine in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hf_decoders import write_llama
+from yuan_train.checkpoint.load import find_checkpoint
+from yuan_train.cli.main import main
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NAME = "example/tiny-llama"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub with one model, and what was fetched from it."""
+    folder = write_llama(tmp_path / "published")
+    (folder / "evil.py").write_text("raise SystemExit")
+    fetched: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+        def _answer(self, *, body: bool) -> None:
+            path = self.path.partition("?")[0]
+            headers = {"Content-Type": "application/json"}
+            if path in (f"/api/models/{NAME}", f"/api/models/{NAME}/revision/{COMMIT}"):
+                files = [{"rfilename": file.name} for file in sorted(folder.iterdir())]
+                content = json.dumps({"id": NAME, "modelId": NAME, "sha": COMMIT, "siblings": files}).encode()
+            elif path.startswith(f"/{NAME}/resolve/{COMMIT}/"):
+                name = path.rpartition("/")[2]
+                content = (folder / name).read_bytes()
+                headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+                if body:
+                    fetched.append(name)
+            else:
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RepoNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(200)
+            for key, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", fetched
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_name_is_fetched(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    """No code comes along; the model is called as on the Hub; a name that is not there says what to do."""
+    address, fetched = hub
+    own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | own
+
+    def run(name: str, out: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "yuan_train", "import-hf", name, "--out", str(tmp_path / out)]
+        return subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    done = run(NAME, "runs")
+    assert done.returncode == 0, done.stderr
+    found = find_checkpoint(tmp_path / "runs")
+    assert found.model.name == "tiny-llama" and found.tokenizer is not None
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(fetched)
+    assert "evil.py" not in fetched
+    assert f"checkpoint: {tmp_path / 'runs'}" in done.stdout and "yuan-train init" in done.stdout
+    absent = run("example/absent", "other")
+    assert absent.returncode == 2
+    assert "the Hub does not give it" in absent.stderr and "hf download example/absent" in absent.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_export_is_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    calls: list[tuple[str, Any]] = []
+
+    class Api:
+        def create_repo(self, name: str, *, private: bool, exist_ok: bool) -> str:
+            calls.append(("create", (name, private, exist_ok)))
+            return f"https://example.invalid/{name}"
+
+        def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+            calls.append(("upload", (repo_id, sorted(path.name for path in Path(folder_path).iterdir()))))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    folder, out = write_llama(tmp_path / "llama"), tmp_path / "out"
+    assert main(["import-hf", str(folder), "--out", str(tmp_path / "runs")]) == 0
+    words = ["export-hf", str(tmp_path / "runs"), "--out"]
+    assert main([*words, str(out), "--push", "wrong name"]) == 2
+    assert not out.exists() and not calls
+    assert main([*words, str(out), "--push", NAME]) == 0
+    assert "on the Hub: https://example.invalid" in capsys.readouterr().out
+    assert calls[0] == ("create", (NAME, True, True))
+    assert calls[1][1][0] == NAME and "model.safetensors" in calls[1][1][1]
+
+    def refuse(self: Api, **_: Any) -> None:
+        raise OSError("401 Unauthorized")
+
+    monkeypatch.setattr(Api, "upload_folder", refuse)
+    assert main([*words, str(tmp_path / "second"), "--push", NAME]) == 2
+    assert "401 Unauthorized" in (text := capsys.readouterr().err) and "hf auth login" in text
