@@ -174,7 +174,8 @@ def _told(choice: Choice) -> tuple[object, ...]:
 
 @functools.cache
 def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, request: str = "") -> Choice:
-    """Choose an implementation and log it; later calls return the cached choice.
+    """Choose an implementation and log it; later calls return the cached choice. On a CPU
+    one line stands for all.
 
     `request`: an implementation that is used if it passes its test; empty for what is chosen without one.
     """
@@ -192,8 +193,17 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, reques
     else:
         name, reason = _off_cuda(device)
     choice = Choice(op, str(device), dtype, shape, name, reason)
-    logger.info(_SAID, *_told(choice))
+    if device.type == "cpu":
+        _say_cpu(dtype)
+        logger.debug(_SAID, *_told(choice))
+    else:
+        logger.info(_SAID, *_told(choice))
     return choice
+
+
+@functools.cache
+def _say_cpu(dtype: torch.dtype) -> None:
+    logger.info("kernels on the CPU: torch's and blocks, %s (yuan-train doctor --verbose lists them)", dtype)
 
 
 def _off_cuda(device: torch.device) -> tuple[str, str]:

@@ -22,10 +22,15 @@ def fresh_choices():
 
 def test_a_choice_is_logged_once(caplog):
     x = torch.ones(2, 16)
-    with caplog.at_level(logging.INFO, logger="yuan_kernels"):
+    dispatch._say_cpu.cache_clear()
+    with caplog.at_level(logging.DEBUG, logger="yuan_kernels"):
         for _ in range(3):
             ops.rms_norm(x, torch.ones(16), epsilon=1e-6)
-    assert [r.getMessage() for r in caplog.records] == [
+            ops.swiglu(x)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert line.startswith("kernels on the CPU: torch's and blocks, torch.float32")
+    detail = [r.getMessage() for r in caplog.records if r.levelno == logging.DEBUG]
+    assert len(detail) == 2 and detail[:1] == [
         "rms_norm on cpu, torch.float32, regular rows: blocks (Triton kernels are for CUDA devices)"
     ]
 

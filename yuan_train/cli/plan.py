@@ -60,7 +60,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="measured times, from one or several files; without them times are estimated",
     )
     parser.add_argument("--out", metavar="F", help="file to write the plan to; without it, only print")
-    parser.add_argument("--report", metavar="F.html", help="also write a page with timeline and memory bars")
+    parser.add_argument(
+        "--report", metavar="F.html", help="also write a page with timeline and memory bars; F.svg: a picture"
+    )
     parser.add_argument(
         "--emit",
         choices=("megatron", "yuan"),
@@ -104,13 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile, cluster)
 
-    from yuan_train.planner.report.page import plan_html
+    from yuan_train.planner.report.page import plan_html, plan_picture
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
     from yuan_train.planner.search.what_if import explain_plan
+    from yuan_train.report.progress import working
 
     problem = _problem_of(run_config, cluster, profile)
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
-    problem, result, rent = _find_plan(problem, arguments, run_config)
+    with working("planning"):
+        problem, result, rent = _find_plan(problem, arguments, run_config)
     price = _engine_price(problem, run_config, result)
     changes = None
     if arguments.explain:
@@ -123,7 +127,11 @@ def run(arguments: argparse.Namespace) -> int:
     }
     answer = _find_answer(result, problem, run_config, arguments)
     if arguments.report:
-        page = plan_html(result, problem, reasons=reasons, answer=_answer_lines(answer, arguments))
+        page = (
+            plan_picture(result, problem)
+            if arguments.report.endswith(".svg")
+            else plan_html(result, problem, reasons=reasons, answer=_answer_lines(answer, arguments))
+        )
         write_text(arguments.report, page)
     if arguments.out:
         save_plan(arguments.out, result.best.plan)

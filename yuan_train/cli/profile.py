@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import math
@@ -498,21 +499,23 @@ def _measure_cases(
 
     from yuan_train.profile.generation import measure_generation
     from yuan_train.profile.units import MeasuredCase, make_entry, measure_case, num_passes, of_pass
+    from yuan_train.report.progress import working
 
     cases, passes = list(_cases(bench, base)), num_passes(base)
     measured: list[list[MeasuredCase]] = [[] for _ in cases]
-    for number, (own, case) in itertools.product(range(passes), enumerate(cases)):
-        if dist.is_initialized():
-            dist.barrier()
-        if case is None:
-            continue
-        if bench.position.rank == 0 and not number:
-            print(
-                f"measuring micro-batches of {case.micro_batch_size}, recompute {case.recompute}, "
-                f"tensor-parallel width {case.width}",
-                file=sys.stderr,
-            )
-        measured[own].append(measure_case(of_pass(case, passes), device_type=bench.device_type))
+    is_first = bench.position.rank == 0
+    with working("measuring", passes * len(cases), sys.stderr if is_first else io.StringIO()) as bar:
+        for number, (own, case) in itertools.product(range(passes), enumerate(cases)):
+            if dist.is_initialized():
+                dist.barrier()
+            if case is None:
+                bar.step()
+                continue
+            what = f"micro-batches of {case.micro_batch_size}, recompute {case.recompute}, width {case.width}"
+            bar.step(what)
+            if is_first and not number and not sys.stderr.isatty():
+                print(f"measuring {what}", file=sys.stderr)
+            measured[own].append(measure_case(of_pass(case, passes), device_type=bench.device_type))
     widths: set[int] = set()
     for own, case in zip(measured, cases, strict=True):
         if dist.is_initialized():

@@ -61,6 +61,28 @@ def key(fill: str, name: str) -> str:
     )
 
 
+def whole_picture(title: str, drawings: Sequence[tuple[str, int, int, Sequence[str]]]) -> str:
+    """One SVG file of drawings below each other, each with a heading, width, height and parts."""
+    width, top, body = (
+        max((width for _, width, _, _ in drawings), default=1),
+        34,
+        [f'<text class="h" y="20">{escape(title)}</text>'],
+    )
+    for heading, _, height, parts in drawings:
+        body.append(f'<text class="h2" y="{top + 14}">{escape(heading)}</text>')
+        body.append(f'<g transform="translate(0 {top + 26})">{"".join(parts)}</g>')
+        top += height + 44
+    hatch = _HATCH[_HATCH.index("<defs>") : _HATCH.index("</svg>")]
+    more = (
+        ".h{font-size:16px}.h2{font-weight:bold}svg{font:11px system-ui,sans-serif;background:var(--paper)}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 0 {width + 24} {top}" role="img" '
+        f'aria-label="{escape(title)}"><style>{_STYLE}{more}</style>{hatch}'
+        f'<rect x="-12" width="{width + 24}" height="{top}" fill="var(--paper)"/>{"".join(body)}</svg>\n'
+    )
+
+
 def svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
     """A drawing, as wide as the page; on a narrow one it is scrolled by itself, so that it can be read."""
     return (

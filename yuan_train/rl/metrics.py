@@ -94,11 +94,11 @@ class RLMetrics(StepMetrics):
 
     @property
     def highlights(self) -> tuple[str, ...]:
-        """The reward, and the length of answers."""
+        """The reward, and the length of answers; the loss says little, and comes last."""
         shown = [f"reward {self.reward:.3f}", f"tokens {self.answer_tokens['mean']:.1f}"]
         if self.evaluation is not None:
             shown.append(f"pass@1 {self.evaluation['pass_1']:.3f}")
-        return tuple(shown)
+        return (*shown, f"loss {self.loss:.4f}")
 
     @property
     def figures(self) -> dict[str, float]:

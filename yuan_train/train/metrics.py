@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,8 +71,9 @@ class StepMetrics:
 
     @property
     def highlights(self) -> tuple[str, ...]:
-        """What a progress line shows after the loss."""
-        return () if self.accuracy is None else (f"accuracy {self.accuracy:.2f}",)
+        """What a progress line shows first."""
+        loss = f"loss {self.loss:.4f}"
+        return (loss,) if self.accuracy is None else (loss, f"accuracy {self.accuracy:.2f}")
 
     @property
     def figures(self) -> dict[str, float]:
@@ -101,6 +103,8 @@ class Log:
         self._stream = stream or sys.stderr
         self._file: TextIO | None = None
         self._trackers: dict[TrackerName, Tracker] = {}
+        self._losses: list[float] = []
+        """Since the last progress line, which shows their mean: single batches go up and down."""
         if run.log.directory is not None:
             directory = Path(run.log.directory)
             try:
@@ -132,8 +136,11 @@ class Log:
             write_lines(self._file, [json.dumps(line) + "\n"])
         for note in write_trackers(self._trackers, metrics.step, metrics.figures):
             self.say(note)
+        self._losses.append(metrics.loss)
         if is_logged(metrics.step, self._run):
-            self.say(progress_line(metrics, total_steps=self._run.train.steps))
+            mean = statistics.fmean(self._losses)
+            self.say(progress_line(replace(metrics, loss=mean), total_steps=self._run.train.steps))
+            self._losses.clear()
 
     def say(self, text: str) -> None:
         """Print a line for the user."""
@@ -155,7 +162,7 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
     """The progress line of a step: `step 10/100 | loss 5.1234 | ...`."""
     parts = [
         f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {metrics.loss:.4f}",
+        *metrics.highlights,
         f"grad {metrics.grad_norm:.3f}",
         f"lr {metrics.lr:.2e}",
         f"{_thousands(metrics.tokens_per_second)} tok/s",
@@ -164,7 +171,6 @@ def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
     ]
     if metrics.forecast_step_seconds is not None:
         parts[-1] += f" (forecast {metrics.forecast_step_seconds:.3f} s)"
-    parts[2:2] = metrics.highlights
     if metrics.loss_scale is not None:
         skipped = ", step skipped" if not math.isfinite(metrics.grad_norm) else ""
         parts.append(f"scale {metrics.loss_scale:g}{skipped}")

@@ -35,7 +35,7 @@ from yuan_train.planner.report.terminal import (
 )
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import SearchResult
-from yuan_train.report.html import key, svg, table, whole_page
+from yuan_train.report.html import key, svg, table, whole_page, whole_picture
 
 SENDS: dict[Sends, str] = {
     "overlapped": "sends overlap compute",
@@ -44,6 +44,15 @@ SENDS: dict[Sends, str] = {
 """How messages are sent, in words."""
 
 MAX_DRAWN_PIPELINES = 8
+
+_MEMORY_KEYS = {f"var(--c{i})": name for i, name in enumerate(CATEGORIES)}
+_TIMELINE_KEYS = {
+    "var(--f)": "forward",
+    "var(--b)": "backward",
+    "var(--soft)": "warm-up, drain, gradient reduction, optimizer step and weight sync",
+    "url(#hatch)": "waiting for a neighbour or a message",
+}
+"""Fills, and what they mean."""
 
 
 def plan_html(
@@ -58,10 +67,10 @@ def plan_html(
     title = f"Plan for {problem.model.name} on {problem.cluster.name}"
     sections = [
         ("Summary", _summary_html(result, problem, answer)),
-        ("Cluster", _cluster_svg(result, problem)),
+        ("Cluster", svg(*_cluster_drawing(result, problem))),
         ("Stages", _stages_html(best)),
-        ("Memory on each card", _memory_svg(best.cost)),
-        ("Timeline of one step", _timeline_svg(best.cost)),
+        ("Memory on each card", _keys(_MEMORY_KEYS) + svg(*_memory_drawing(best.cost))),
+        ("Timeline of one step", _keys(_TIMELINE_KEYS) + svg(*_timeline_drawing(best.cost))),
         *((name, _list_html(lines)) for name, lines in (reasons or {}).items()),
         ("How good the plan is", _list_html([*best_reasons(result), cut_words(best)])),
         ("Runners-up and what was left out", _runners_up_html(result)),
@@ -71,13 +80,31 @@ def plan_html(
     return whole_page(title, sections)
 
 
+def plan_picture(result: SearchResult, problem: PlanProblem) -> str:
+    """The cards and their stages, and the timeline of one step, as one SVG file."""
+    best = result.best
+    title = (
+        f"Plan for {problem.model.name} on {problem.cluster.name}: {show_seconds(best.step_seconds)} a step"
+    )
+    names = ("cards and their stages", "one step: blue forward, yellow backward, hatched waiting")
+    drawn = (_cluster_drawing(result, problem), _timeline_drawing(best.cost))
+    return whole_picture(
+        title,
+        [(name, width, height, parts) for name, (width, height, _, parts) in zip(names, drawn, strict=True)],
+    )
+
+
 def _summary_html(result: SearchResult, problem: PlanProblem, answer: Sequence[str]) -> str:
     lines = [*answer, describe_shape(result.best) + even_words(result).replace("     ", "; ")]
     lines += [step_words(result, problem), *memory_lines(result.best.cost, problem)]
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
-def _cluster_svg(result: SearchResult, problem: PlanProblem) -> str:
+Drawing = tuple[int, int, str, list[str]]
+"""Width, height, what it shows, and its shapes."""
+
+
+def _cluster_drawing(result: SearchResult, problem: PlanProblem) -> Drawing:
     """Nodes as rows of cards; each card with the stage that it runs, idle ones dashed."""
     cluster, working = (
         problem.cluster,
@@ -113,7 +140,7 @@ def _cluster_svg(result: SearchResult, problem: PlanProblem) -> str:
         words = f"{link.from_} {'<->' if link.both_ways else '->'} {link.to}: {link.bandwidth / 1e9:.3g} GB/s"
         rows.append(f'<text x="0" y="{y + 12}">{escape(words)}</text>')
         y += 16
-    return svg(1040, y, "cards and their stages", rows)
+    return 1040, y, "cards and their stages", rows
 
 
 def _stages_html(best: Candidate) -> str:
@@ -147,7 +174,7 @@ def _stages_html(best: Candidate) -> str:
     return table(head, rows)
 
 
-def _memory_svg(cost: PlanCost) -> str:
+def _memory_drawing(cost: PlanCost) -> Drawing:
     """A bar per stage's card, stacked by category, against the card's limit; beyond it the host's part."""
     scale = 760 / max(max(s.capacity_bytes, s.memory.total) + s.host_bytes for s in cost.stages)
     shapes: list[str] = []
@@ -179,11 +206,10 @@ def _memory_svg(cost: PlanCost) -> str:
             + (f", {stage.host_bytes / GIB:.1f} GiB on the host" if stage.host_bytes else "")
             + "</text>"
         )
-    keys = "".join(key(f"var(--c{i})", name) for i, name in enumerate(CATEGORIES))
-    return f"<p>{keys}<span class=key>| limit</span></p>" + svg(1080, 22 * len(cost.stages), "memory", shapes)
+    return 1080, 22 * len(cost.stages), "memory", shapes
 
 
-def _timeline_svg(cost: PlanCost) -> str:
+def _timeline_drawing(cost: PlanCost) -> Drawing:
     """A row per worker, to scale: forward, backward, and the time between in grey, by reason."""
     step, width = cost.step_seconds, 880.0
     scale = width / step
@@ -212,13 +238,7 @@ def _timeline_svg(cost: PlanCost) -> str:
         f"{show_seconds(step * i / 8)}</text>"
         for i in range(9)
     )
-    keys = (
-        key("var(--f)", "forward")
-        + key("var(--b)", "backward")
-        + key("var(--soft)", "warm-up, drain, gradient reduction, optimizer step and weight sync")
-        + key("url(#hatch)", "waiting for a neighbour or a message")
-    )
-    return f"<p>{keys}</p>" + svg(1060, y + 20, "one step", [*shapes, axis])
+    return 1060, y + 20, "one step", [*shapes, axis]
 
 
 def _timeline_rows(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
@@ -259,6 +279,11 @@ def _runners_up_html(result: SearchResult) -> str:
             f"{show_seconds(even.step_seconds)}" + ("" if even.cost.fits else ", does not fit the memory")
         )
     return _list_html(items)
+
+
+def _keys(meanings: Mapping[str, str]) -> str:
+    limit = "<span class=key>| limit</span>" if meanings is _MEMORY_KEYS else ""
+    return f"<p>{''.join(key(fill, name) for fill, name in meanings.items())}{limit}</p>"
 
 
 def _list_html(items: Iterable[str]) -> str:
