@@ -33,6 +33,7 @@ COMMANDS = {
     "train": "train; one process alone, or each rank under torchrun",
     "rl": "reinforcement learning; one process alone, or each rank under torchrun",
     "launch": "start the ranks of a plan, on this machine or on several",
+    "supervise": "plan and launch; when cards go or come, plan anew and go on",
     "show": "what a run has reached; the forecast beside what was measured; a page",
     "trace": "merge the ranks' traces of a run, beside the forecast, for Perfetto",
     "generate": "write text with a trained model",

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.planner.search.what_if import explain_plan
     from yuan_train.report.progress import working
 
-    problem = _problem_of(run_config, cluster, profile)
+    problem = problem_of(run_config, cluster, profile)
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     with working("planning"):
         problem, result, rent = _find_plan(problem, arguments, run_config)
@@ -249,7 +249,7 @@ def _find_plan(
     return problem, search_plan(problem, search, micro_batch_size=size), None
 
 
-def _problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None) -> PlanProblem:
+def problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None) -> PlanProblem:
     from yuan_train.planner.costs.plan_problem import PlanProblem
 
     return PlanProblem(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.plan import Plan, RankPlan
+from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.rl_plan import RlPlan
 
 DEFAULT_PORT = 29500
@@ -38,7 +38,7 @@ def named_nodes(plan: Plan | RlPlan) -> list[Node]:
     """As `nodes_of`, by their names also if all cards are simulated."""
     nodes: dict[str, list[int]] = {}
     for entry in plan.ranks:
-        nodes.setdefault(_node_name(entry), []).append(entry.rank)
+        nodes.setdefault(node_of(entry), []).append(entry.rank)
     for name, ranks in nodes.items():
         if not isinstance(plan, RlPlan) and not _follow_each_other(ranks):
             raise PlanError(f"ranks: node {name} has ranks {ranks}; ranks must be numbered node by node")
@@ -68,10 +68,6 @@ def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous:
 
 def _follow_each_other(ranks: Sequence[int]) -> bool:
     return list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
-
-
-def _node_name(entry: RankPlan) -> str:
-    return entry.device.rpartition("/")[0] or entry.device
 
 
 def parse_address(address: str) -> tuple[str, int | None]:

@@ -342,6 +342,11 @@ class Plan:
         return share_only_gloo(card.backend if card is not None else "nccl" for card in cards)
 
 
+def node_of(entry: RankPlan) -> str:
+    """The node of a rank's card, which is called NODE/NUMBER."""
+    return entry.device.rpartition("/")[0] or entry.device
+
+
 def is_real_card(name: str, described: DeviceType | None) -> bool:
     """Whether a type, `described` if anything describes it, is neither a simulated card nor a processor."""
     is_simulated = described is not None and described.slowdown is not None

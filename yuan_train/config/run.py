@@ -374,6 +374,20 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SuperviseConfig:
+    """How `supervise` goes on when cards come and go."""
+
+    grace: Annotated[float, Gt(0), Unit("seconds")] = 5.0
+    """How long nodes wait for others that may answer before they go on with those that do."""
+    horizon: Annotated[float, Gt(0), Unit("seconds")] = 3600.0
+    """A change of plan must repay the move within so long a time of running."""
+    gain: Annotated[float, Ge(0), Lt(1)] = 0.05
+    """The least share of a step that another plan must save."""
+    attempts: Count = 3
+    """The same fault so many times without a step in between, and without a lost node, ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run, including its model."""
 
@@ -393,6 +407,7 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     search: SearchConfig = field(default_factory=SearchConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
 
     def __post_init__(self) -> None:
         if self.objective.kind == "reward" and self.model.output != "value":

@@ -14,6 +14,7 @@ from yuan_train.config.document import is_mapping, parse_document
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.plan import Plan, StageForecast
 from yuan_train.config.plan_constraints import load_plan, plans_in
+from yuan_train.report.journal import Entry, read_journal
 
 METRICS, CONFIG, SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
 WARM_UP_STEPS = 3
@@ -51,6 +52,8 @@ class RunLog:
     """The same as it is written."""
     plan: Plan | None
     """The newest."""
+    journal: Sequence[Entry] = ()
+    """Of a supervised run: what was decided, and why."""
 
     @property
     def kind(self) -> str:
@@ -151,6 +154,7 @@ def read_run(directory: str | Path) -> RunLog:
         config=config if is_mapping(config) else {},
         config_text=text,
         plan=_newest_plan(folder),
+        journal=read_journal(folder),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from html import escape
 
@@ -24,6 +25,7 @@ MAX_TEXT = 400
 def run_lines(run: RunLog) -> list[str]:
     """The summary of a run: what it has reached, its speed, and its ranks beside their forecast."""
     lines = [f"{name:<12} {words}" for name, words in _summary(run)]
+    lines += [f"{'' if i else 'supervise':<12} {' '.join(row)}" for i, row in enumerate(_decisions(run))]
     if not run.ranks:
         return lines
     rows = [_RANK_HEAD, *(_rank_row(share) for share in run.ranks[:MAX_RANKS])]
@@ -53,6 +55,8 @@ def run_html(run: RunLog) -> str:
             ("Seconds of computing in a step", bars(seconds, "s")),
             ("Memory at its peak", bars(memory, "GiB", scale=GIB)),
         ]
+    if run.journal:
+        sections.append(("Plans and their reasons", table(_DECISION_HEAD, _decisions(run))))
     if run.samples:
         sections.append(("Answers", _answers(run.samples)))
     if run.plan is not None:
@@ -60,6 +64,23 @@ def run_html(run: RunLog) -> str:
     if run.config_text:
         sections.append((CONFIG, f"<pre>{escape(run.config_text)}</pre>"))
     return whole_page(title, sections)
+
+
+_DECISION_HEAD = ("time", "step", "what", "why", "forecast")
+
+
+def _decisions(run: RunLog) -> list[tuple[str, ...]]:
+    """What was decided about a supervised run, a row each."""
+    return [
+        (
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time)),
+            f"step {entry.step}",
+            entry.event,
+            entry.reason,
+            "" if entry.forecast_after is None else f"{show_seconds(entry.forecast_after)} a step",
+        )
+        for entry in run.journal
+    ]
 
 
 def _summary(run: RunLog) -> list[tuple[str, str]]:

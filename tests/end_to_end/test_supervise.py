@@ -1,0 +1,162 @@
+"""Runs that outlive their nodes: killed ones, ones that come back, faults that repeat."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.project import make_project, read_metrics
+from tests.support.ranks import Case, run_alone
+from tests.support.spawn import free_port
+from yuan_train.report.journal import Entry, read_journal
+
+SECONDS = 300.0
+STEPS = 30
+NETWORK = {"bandwidth": "2 GB/s", "latency": "100 us"}
+CARD = {
+    "memory": "2 GiB",
+    "reserved": "300 MiB",
+    **dict.fromkeys(("fp32", "bf16"), "80 GFLOP/s"),
+    "memory_bandwidth": "10 GB/s",
+    "host_link": "10 GB/s",
+}
+SSH = """#!/bin/sh
+# Instead of ssh: a node is down while there is a file of its name.
+[ ! -e "$(dirname "$0")/down-$1" ] || { echo "ssh: connect to host $1: No route to host" >&2; exit 255; }
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, its losses in one process, a cluster of the unlike nodes a and b, and a stand-in for ssh."""
+    folder = tmp_path_factory.mktemp("supervised")
+    run_file = make_project(folder)
+    nodes = [
+        {"name": "a", "device": "core", "devices": 2, "link": NETWORK, "network": NETWORK},
+        {"name": "b", "device": "core", "network": NETWORK},
+    ]
+    for node in nodes:
+        node["host"] = {"memory": "16 GiB"}
+    cluster = {"name": "two", "nodes": nodes, "device_types": {"core": CARD}}
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    run_alone(Case(run_file, folder / "alone", overrides=words(STEPS)))
+    return folder
+
+
+def words(steps: int) -> tuple[str, ...]:
+    return (f"train.steps={steps}", "optimizer.decay_steps=20", "validation.every=0")
+
+
+@contextmanager
+def supervised(project: Path, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A supervised run in a folder, which is ended at the end."""
+    stand_in = folder / "ssh"
+    stand_in.write_text(SSH)
+    stand_in.chmod(0o755)
+    line = [sys.executable, "-m", "yuan_train", "supervise", "--cluster", str(project / "cluster.yaml")]
+    line += ["--config", str(project / "run.yaml"), "--ssh", str(stand_in)]
+    line += [f"log.directory={folder / 'log'}", f"checkpoint.directory={folder / 'checkpoints'}"]
+    line += ["search.use_all_devices=true", "supervise.gain=0", "supervise.grace=2 s", *more]
+    with (folder / "out").open("wb") as out:
+        process = subprocess.Popen(line, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=SECONDS)
+
+
+def group_of(node: str, folder: Path) -> int:
+    """The process group of all that runs on a node for the run of a folder."""
+    wanted = {b"--this-node", node.encode(), b"supervise", f"log.directory={folder / 'log'}".encode()}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted <= set((entry / "cmdline").read_bytes().split(b"\0")):
+                return os.getpgid(int(entry.name))
+    raise AssertionError(f"{node} has no agent")
+
+
+def wait_until(is_so: Callable[[], bool], folder: Path) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < end, (folder / "out").read_text()[-4000:]
+        time.sleep(0.1)
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "log"
+    return len(read_metrics(path)) if (path / "metrics.jsonl").exists() else 0
+
+
+def entries(folder: Path) -> list[Entry]:
+    return read_journal(folder / "log")
+
+
+def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
+    """The run goes on without it, and with it again; the losses are those of one process."""
+    with supervised(project, tmp_path, *words(100_000), "checkpoint.every=5") as process:
+        wait_until(lambda: steps_done(tmp_path) >= 7, tmp_path)
+        (tmp_path / "down-b").touch()
+        os.killpg(group_of("b", tmp_path), signal.SIGKILL)
+        wait_until(lambda: [e.event for e in entries(tmp_path)] == ["started", "moved"], tmp_path)
+        wait_until(lambda: steps_done(tmp_path) >= 14, tmp_path)
+        (tmp_path / "down-b").unlink()
+        wait_until(lambda: [e.event for e in entries(tmp_path)][2:] == ["moved"], tmp_path)
+        wait_until(lambda: steps_done(tmp_path) >= STEPS, tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=SECONDS) == 0
+    started, without, again, stopped = entries(tmp_path)
+    assert (started.nodes, without.nodes, again.nodes) == (["a", "b"], ["a"], ["a", "b"])
+    assert without.reason.startswith("b went; rank 2 (b/0 on"), without.reason
+    assert again.reason.startswith("b came: a step of"), again.reason
+    assert again.forecast_after is not None and again.forecast_before is not None
+    assert again.forecast_after < again.forecast_before == without.forecast_after
+    assert stopped.event == "stopped"
+    alone = read_metrics(project / "alone")
+    for found, wanted in zip(read_metrics(tmp_path / "log"), alone, strict=False):
+        assert found["step"] == wanted["step"]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+def test_wrong_input_of_the_ranks_ends_the_run(project: Path, tmp_path: Path) -> None:
+    missing = f"data.train=[{{prefix: {tmp_path}/nothing}}]"
+    with supervised(project, tmp_path, *words(2), missing) as process:
+        assert process.wait(timeout=SECONDS) == 2
+    assert entries(tmp_path)[-1].event == "gave_up"
+    assert "nothing" in (tmp_path / "out").read_text().splitlines()[-1]
+
+
+def test_the_same_fault_again_and_again_ends_the_run(project: Path, tmp_path: Path) -> None:
+    """The loss is not finite after the first step, whatever is tried."""
+    more = (*words(20), "optimizer.learning_rate=1e30", "supervise.attempts=2")
+    with supervised(project, tmp_path, *more) as process:
+        assert process.wait(timeout=SECONDS) == 1
+    events = [entry.event for entry in entries(tmp_path)]
+    assert events.count("started") == 2 and events[-1] == "gave_up"
+    assert "the same fault 2 times without a step in between" in entries(tmp_path)[-1].reason
+
+
+def test_agents_that_something_else_has_started(project: Path, tmp_path: Path) -> None:
+    """One on each node; the first one holds the store."""
+    line = [sys.executable, "-m", "yuan_train", "supervise", "--cluster", str(project / "cluster.yaml")]
+    line += ["--config", str(project / "run.yaml"), "--meet", f"127.0.0.1:{free_port()}", *words(2)]
+    line += [f"log.directory={tmp_path / 'log'}", f"checkpoint.directory={tmp_path / 'checkpoints'}"]
+    agents = [subprocess.Popen([*line, "--this-node", node]) for node in ("a", "b")]
+    try:
+        assert [agent.wait(timeout=SECONDS) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [entry.event for entry in entries(tmp_path)] == ["started", "finished"]

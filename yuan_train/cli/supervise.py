@@ -1,0 +1,166 @@
+"""yuan-train supervise --cluster F --config F: a run that goes on when cards go, and when they come back."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from yuan_train.config.cluster import Cluster, load_cluster
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.profile import read_profiles
+from yuan_train.config.rl import is_rl_run
+from yuan_train.machine.hosts import ssh_words
+
+if TYPE_CHECKING:
+    from yuan_train.config.plan import Plan
+    from yuan_train.config.run import RunConfig
+
+logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 5.0
+"""How long the agent that holds the store waits for the others to read how the run has ended."""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "supervise",
+        help="plan, launch, and go on with the cards that are left",
+        description="Starts an agent on each node of the cluster. The agents plan for the nodes that answer, "
+        "start the ranks, and when nodes go or come plan anew and go on from the newest checkpoint. What was "
+        "decided, and why, is in supervise.jsonl of the log directory. SIGTERM and Ctrl-C save and end.",
+    )
+    parser.add_argument("--cluster", required=True, metavar="F", help="the cluster file, or its name")
+    parser.add_argument("--config", required=True, metavar="F", help="the run file")
+    parser.add_argument("--profile", metavar="F[,F]", help="measured times, as `plan` takes them")
+    parser.add_argument("--nodes", metavar="A,B,C", help="the nodes to start (default: all of the cluster)")
+    parser.add_argument("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
+    parser.add_argument("--this-node", metavar="NAME", help="be the agent of one node, and start no others")
+    parser.add_argument(
+        "--meet", metavar="HOST:PORT", help="where agents meet (default: a port of this machine)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the files; then start the agents of all nodes, or be one."""
+    from yuan_train.cli.plan import read_run_config
+
+    if is_rl_run(arguments.config):
+        raise ConfigError(
+            f"--config {arguments.config}: supervise is for training, not reinforcement learning"
+        )
+    run_config = read_run_config(arguments.config, None, tuple(arguments.overrides))
+    for key, value in (("log", run_config.log.directory), ("checkpoint", run_config.checkpoint.directory)):
+        if value is None:
+            raise ConfigError(f"{key}.directory: not set; supervise needs it, on a disk that all nodes see")
+    cluster = load_cluster(arguments.cluster)
+    nodes = _nodes(cluster, arguments.nodes)
+    if arguments.this_node is not None:
+        return _be_agent(arguments, run_config, cluster, nodes)
+    return _start_all(arguments, nodes)
+
+
+def _nodes(cluster: Cluster, wanted: str | None) -> tuple[str, ...]:
+    """The nodes that take part. Raises ConfigError for one that the cluster does not have."""
+    known = tuple(cluster.groups)
+    if wanted is None:
+        return known
+    nodes = tuple(name.strip() for name in wanted.split(",") if name.strip())
+    for name in nodes:
+        if name not in known:
+            raise ConfigError(f"--nodes: {name!r} is no node of the cluster; it has {', '.join(known)}")
+    if not nodes:
+        raise ConfigError(f"--nodes: names no node; wanted some of {', '.join(known)}")
+    return tuple(name for name in known if name in nodes)
+
+
+# --- one agent -------------------------------------------------------------------------------------------
+
+
+def _be_agent(
+    arguments: argparse.Namespace, run_config: RunConfig, cluster: Cluster, nodes: Sequence[str]
+) -> int:
+    """Be the agent of --this-node until the run ends."""
+    if arguments.this_node not in nodes:
+        raise ConfigError(f"--this-node: {arguments.this_node!r} is none of {', '.join(nodes)}")
+    if arguments.meet is None:
+        raise ConfigError("--this-node: give --meet HOST:PORT too, the same on all nodes")
+    address = _address(arguments.meet)
+    profile = read_profiles(arguments.profile, cluster)
+    from yuan_train.cli.plan import problem_of
+    from yuan_train.planner.search.search import search_plan
+    from yuan_train.planner.search.what_if import with_nodes
+    from yuan_train.supervise.agent import Supervised, run_agent
+    from yuan_train.supervise.room import open_store_if_here
+
+    def find_plan(here: Sequence[str]) -> Plan:
+        gone = {name: None for name in cluster.groups if name not in here}
+        problem = problem_of(run_config, with_nodes(cluster, gone), profile)
+        search, size = run_config.feasible_search, run_config.train.micro_batch_size
+        return search_plan(problem, search, micro_batch_size=size).best.plan
+
+    job = Supervised(
+        run=run_config,
+        words=("--config", arguments.config, *arguments.overrides),
+        nodes=nodes,
+        find_plan=find_plan,
+    )
+    held = open_store_if_here(*address)
+    try:
+        return run_agent(job, arguments.this_node, address)
+    finally:
+        if held is not None:
+            time.sleep(LEAVE_SECONDS)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--meet: wanted HOST:PORT, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+# --- the agents of all nodes -----------------------------------------------------------------------------
+
+
+def _start_all(arguments: argparse.Namespace, nodes: Sequence[str]) -> int:
+    """Hold the store, keep an agent running on each node, and return the run's exit code."""
+    from yuan_train.supervise.fleet import keep_agents
+    from yuan_train.supervise.room import open_store
+
+    here = socket.gethostname()
+    host, port = _address(arguments.meet) if arguments.meet else (here, 0)
+    if arguments.meet is None and all(_is_here(node, here) for node in nodes):
+        host = "127.0.0.1"
+    store = open_store(host, port)
+    meeting = f"{host}:{store.port}"
+    lines = {node: _line(arguments, node, meeting, is_here=_is_here(node, here)) for node in nodes}
+    return keep_agents(lines, store)
+
+
+def _is_here(node: str, here: str) -> bool:
+    return node in (here, here.partition(".")[0], "localhost", "127.0.0.1")
+
+
+def _line(arguments: argparse.Namespace, node: str, meeting: str, *, is_here: bool) -> list[str]:
+    """The command that is the agent of a node; on another machine in the same folder, over ssh."""
+    words = [sys.executable, "-m", "yuan_train", "supervise", "--this-node", node, "--meet", meeting]
+    for name in ("cluster", "config", "profile", "nodes"):
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name}", value]
+    words += arguments.overrides
+    if is_here:
+        return words
+    from pathlib import Path
+
+    return [*ssh_words(arguments.ssh), node, *map(shlex.quote, ["env", "-C", str(Path.cwd()), *words])]

@@ -1,0 +1,426 @@
+"""The agent of one node: meets the others, starts its ranks under the lead's plan, and begins again.
+
+Reads top to bottom: a life of rounds; a round; what the lead does besides.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from yuan_train.checkpoint.names import faults_of, step_name, steps_in
+from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.load import dump, write_text
+from yuan_train.config.plan import Plan, node_of
+from yuan_train.config.plan_constraints import load_plan
+from yuan_train.config.run import RunConfig
+from yuan_train.config.units import show_seconds
+from yuan_train.report.journal import Event, Journal
+from yuan_train.supervise.decide import Start, repeats, weigh_move
+from yuan_train.supervise.ranks import Ranks
+from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
+
+logger = logging.getLogger(__name__)
+
+SAVE_SECONDS = 60.0
+"""In which ranks save and end once the store is gone."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the log, and at who waits."""
+TAIL_BYTES = 1 << 16
+LINES_READ = 10
+MOVE_SECONDS = 60.0
+"""What a change of plan is taken to cost until a start has been measured."""
+SPOILT = (2, 3)
+"""Exit codes of wrong input, which another try does not mend."""
+
+FindPlan = Callable[[Sequence[str]], Plan]
+"""The fastest plan for some of the cluster's nodes. Raises NoPlanFits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """A run, and what its agents need to start it."""
+
+    run: RunConfig
+    """With log.directory and checkpoint.directory, which all nodes see."""
+    words: Sequence[str]
+    """Of `yuan-train launch`: the run file and the overrides."""
+    nodes: Sequence[str]
+    """All that the cluster file has."""
+    find_plan: FindPlan
+
+    @property
+    def folder(self) -> Path:
+        """The log directory."""
+        assert self.run.log.directory is not None
+        return Path(self.run.log.directory)
+
+
+class _Leaving(Exception):
+    """This agent was told to go (SIGTERM, or Ctrl-C) while it waited for the others."""
+
+
+@dataclass
+class _Signals:
+    leaves: bool = False
+    waits: bool = False
+    """Whether the agent waits for the others, and may go at once."""
+
+
+def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
+    """Take part in a supervised run as one of its nodes until it ends; returns the exit code.
+
+    `address` is that of the store. SIGTERM: the node's ranks save and end, and the others go on without it.
+    Raises LostRank if the store is gone.
+    """
+    room = Room(address, nodes=len(job.nodes), grace=job.run.supervise.grace)
+    with _hearing_signals() as signals:
+        try:
+            while True:
+                signals.waits = True
+                agent = Agent(node, uuid.uuid4().hex, room.address(), _free_port(room.address()))
+                current = room.enter(agent)
+                signals.waits = False
+                ended = room.ended() if current is None else _take_part(job, room, current, agent, signals)
+                if ended is not None:
+                    return ended.code
+                if signals.leaves:
+                    return 0
+        except _Leaving:
+            return 0
+        except RuntimeError as error:
+            raise lost_store(error) from error
+
+
+@contextmanager
+def _hearing_signals() -> Iterator[_Signals]:
+    """Inside, SIGTERM and Ctrl-C make the agent go: at once while it waits, or when its ranks have saved."""
+    signals = _Signals()
+
+    def leave(signum: int, frame: object) -> None:
+        signals.leaves = True
+        if signals.waits:
+            raise _Leaving
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signals: _Signals) -> Ended | None:
+    """One round, from its members to its verdict. Returns how the run has ended; None: there is another."""
+    beating = current.start_beating()
+    try:
+        members = current.members()
+        if members is None:
+            return None
+        if members[agent.node].token != agent.token:
+            return Ended(2, f"another agent serves the node {agent.node}")
+        lead = Lead(job, room, current, members) if current.leads else None
+        if lead is not None:
+            room.let_in(tuple(members))
+            lead.give_order()
+        order = current.order()
+        if order is None:
+            return None
+        done = _run_ranks(job, room, current, agent, order, lead, signals)
+        current.tell(done)
+        if lead is not None:
+            lead.judge()
+        verdict = current.verdict()
+        return None if verdict is None or verdict["again"] else room.ended()
+    finally:
+        beating.set()
+
+
+def _run_ranks(
+    job: Supervised,
+    room: Room,
+    current: Round,
+    agent: Agent,
+    order: Directive,
+    lead: Lead | None,
+    signals: _Signals,
+) -> Done:
+    """Run this node's ranks of the order's plan until they end; a node without ranks waits for the others."""
+    ranks = _start(job, agent, order)
+    try:
+        while ranks is None or ranks.poll() is None:
+            signals.leaves = signals.leaves or room.is_halted()
+            if signals.leaves or current.stop_reason() is not None:
+                if ranks is None:
+                    return Done(0, leaves=signals.leaves)
+                ranks.ask_to_end()
+            elif ranks is None and (current.any_done() or current.has_verdict() or current.is_abandoned()):
+                return Done(0)
+            elif lead is not None:
+                lead.look_around()
+            time.sleep(POLL_SECONDS)
+    except RuntimeError:
+        # The store is gone; the ranks have links of their own, and may still save.
+        if ranks is not None:
+            ranks.ask_to_end()
+            _await_end(ranks, SAVE_SECONDS)
+        raise
+    finally:
+        if ranks is not None:
+            ranks.kill()
+    assert ranks is not None
+    code = ranks.poll() or 0
+    return Done(code, ranks.fault() if code else "", leaves=signals.leaves)
+
+
+def _start(job: Supervised, agent: Agent, order: Directive) -> Ranks | None:
+    """Start the node's ranks; None if the plan has none here."""
+    if order.plan is None or agent.node not in order.nodes:
+        return None
+    path = plan_path(job, order.number)
+    write_text(path, order.plan)
+    meeting = ("--this-node", agent.node, "--rendezvous", order.meeting)
+    return Ranks(["launch", "--plan", str(path), *meeting, *job.words])
+
+
+def plan_path(job: Supervised, number: int) -> Path:
+    """The file of a run's plan; each node writes it, whether or not the others see its disk."""
+    return job.folder / "plans" / f"plan-{number}.yaml"
+
+
+def _await_end(ranks: Ranks, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while ranks.poll() is None and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+
+
+def _free_port(address: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+class Lead:
+    """What the first agent of a round does besides: it plans, looks around, judges, and writes the journal.
+
+    What a later lead must know is kept in the room: the plan in use, and the starts that have failed.
+    """
+
+    def __init__(self, job: Supervised, room: Room, current: Round, members: Mapping[str, Agent]) -> None:
+        self._job, self._room, self._round, self._members = job, room, current, members
+        self._journal = Journal(job.folder)
+        self._plan: Plan | None = None
+        self._began = self._looked = time.monotonic()
+        self._first_step = saved_step(job.run)
+        """The newest one that was saved when the round began."""
+        self._has_stepped = False
+        self._considered: tuple[str, ...] = ()
+        """Nodes that wait, of which it is decided whether they are let in."""
+
+    @property
+    def _nodes(self) -> tuple[str, ...]:
+        """Those that take part, in the cluster's order."""
+        return tuple(node for node in self._job.nodes if node in self._members)
+
+    def give_order(self) -> None:
+        """Plan for the nodes that are here, and say what all start."""
+        kept = self._room.recall("plan") or {"number": 0, "nodes": [], "forecast": None, "text": None}
+        before, nodes = kept["forecast"], list(self._nodes)
+        number = kept["number"] + (nodes != kept["nodes"])
+        path = plan_path(self._job, number)
+        try:
+            plan = self._plan = self._plan_again(path, kept["text"] if nodes == kept["nodes"] else None)
+        except NoPlanFits as error:
+            self._note("waits", f"no plan fits {_listed(nodes)}: {error}", None, before, None)
+            self._round.give(Directive(None))
+            return
+        forecast, text = _forecast(plan), dump(plan)
+        why = _change(kept["nodes"], nodes, self._room.recall("why"))
+        is_other = kept["nodes"] and number != kept["number"]
+        self._note("moved" if is_other else "started", why, path, before, forecast)
+        self._room.remember("plan", {"number": number, "nodes": nodes, "forecast": forecast, "text": text})
+        self._room.remember("why", None)
+        first = self._members[node_of(plan.ranks[0])]
+        own = tuple(dict.fromkeys(map(node_of, plan.ranks)))
+        self._round.give(Directive(text, _join(first.address, first.port), number, own))
+
+    def look_around(self) -> None:
+        """Let in nodes that wait if that repays the move; all of them where there is no plan without."""
+        if time.monotonic() < self._looked + LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        if self._plan is not None and not self._has_stepped:
+            # A run that has not made a step yet is not moved: that could go on for ever.
+            self._has_stepped = last_step(self._job.run) > self._first_step
+            if not self._has_stepped:
+                return
+            self._room.remember("move_seconds", time.monotonic() - self._began)
+        waiting = self._room.waiting(self._job.nodes, self._nodes)
+        if waiting and waiting != self._considered:
+            self._considered = waiting
+            self._consider(waiting)
+
+    def judge(self) -> None:
+        """When this agent's ranks have ended: say what comes next."""
+        ended = self._outcome(self._round.all_done())
+        if ended is not None:
+            event = "gave_up" if ended.code else "finished" if ended.reason.startswith("all") else "stopped"
+            self._note(event, ended.reason, None, None, None)
+            self._room.end(ended)
+        self._round.judge({"again": ended is None})
+
+    def _plan_again(self, path: Path, text: str | None) -> Plan:
+        """The plan of these nodes: the one that they had, or the fastest."""
+        if text is None:
+            return self._job.find_plan(self._nodes)
+        write_text(path, text)
+        return load_plan(path)
+
+    def _consider(self, waiting: Sequence[str]) -> None:
+        """Let in nodes that wait, or write down why not."""
+        names = _listed(waiting)
+        if self._plan is None:
+            self._stop(f"{names} came")
+            return
+        run, before = self._job.run, _forecast(self._plan)
+        nodes = tuple(node for node in self._job.nodes if node in (*self._members, *waiting))
+        try:
+            after = _forecast(self._job.find_plan(nodes))
+        except NoPlanFits:
+            return
+        move = weigh_move(
+            before,
+            after,
+            measured=_measured(run),
+            steps_left=run.train.steps - last_step(run),
+            move_seconds=self._room.recall("move_seconds") or MOVE_SECONDS,
+            settings=run.supervise,
+        )
+        if move.is_worth_it:
+            self._stop(f"{names} came: {move.reason}")
+        else:
+            self._note("stays", f"{names} waits: {move.reason}", None, before, after)
+
+    def _outcome(self, done: Mapping[int, Done]) -> Ended | None:
+        """How the run has ended; None: it goes on."""
+        run, step = self._job.run, last_step(self._job.run)
+        faults = [entry for entry in done.values() if entry.code]
+        is_whole = len(done) == len(self._members)
+        if not faults and saved_step(run) >= run.train.steps:
+            return Ended(0, f"all {run.train.steps} steps are done")
+        all_leave = is_whole and not faults and all(entry.leaves for entry in done.values())
+        if all_leave or self._room.is_halted():
+            return Ended(0, f"stopped after step {step}")
+        if any(entry.leaves for entry in done.values()) or self._round.stop_reason() is not None:
+            return None
+        worst = min(faults, key=lambda entry: entry.code not in SPOILT) if faults else None
+        if worst is not None and worst.code in SPOILT:
+            return Ended(worst.code, worst.fault)
+        if not is_whole:
+            # A node is gone, and with it the fault.
+            self._room.remember("why", worst.fault if worst else None)
+            return None
+        fault = worst.fault if worst else "the ranks were ended from outside (SIGTERM)"
+        return self._again(Start(fault, step))
+
+    def _again(self, start: Start) -> Ended | None:
+        """Another start after a fault, unless it does not help."""
+        attempts = self._job.run.supervise.attempts
+        kept = [Start(**one) for one in self._room.recall("starts") or []]
+        starts = [*kept, start][-attempts:]
+        self._room.remember("starts", [asdict(one) for one in starts])
+        if repeats(starts, attempts):
+            return Ended(1, f"the same fault {attempts} times without a step in between: {start.fault}")
+        self._room.remember("why", start.fault)
+        self._note("fault", start.fault, None, None, None)
+        return None
+
+    def _stop(self, reason: str) -> None:
+        self._room.remember("why", reason)
+        self._round.stop(reason)
+
+    def _note(
+        self, event: Event, reason: str, plan: Path | None, before: float | None, after: float | None
+    ) -> None:
+        """Write an entry of the journal, and say it."""
+        self._journal.write(
+            event,
+            reason,
+            plan=None if plan is None else str(plan),
+            forecast_before=before,
+            forecast_after=after,
+            nodes=self._nodes,
+            step=last_step(self._job.run),
+        )
+        words = f" ({plan}, {show_seconds(after or 0.0)} a step)" if plan is not None else ""
+        logger.warning("supervise: %s: %s%s", event, reason, words)
+
+
+def saved_step(run: RunConfig) -> int:
+    """The step of the newest whole checkpoint; 0: there is none."""
+    folder = Path(run.checkpoint.directory or "")
+    whole = (step for step in steps_in(folder) if not any(faults_of(folder / step_name(step))))
+    return next(whole, 0)
+
+
+def last_step(run: RunConfig) -> int:
+    """The last step that the log or a checkpoint has."""
+    lines = _last_lines(run)
+    return max(saved_step(run), lines[-1]["step"] if lines else 0)
+
+
+def _measured(run: RunConfig) -> float | None:
+    """Seconds of a step as measured in the last ones; None: not yet."""
+    lines = _last_lines(run)
+    return statistics.median(line["step_seconds"] for line in lines) if lines else None
+
+
+def _last_lines(run: RunConfig) -> list[dict[str, Any]]:
+    """The last whole lines of metrics.jsonl."""
+    try:
+        with (Path(run.log.directory or "") / "metrics.jsonl").open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    found: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, KeyError):
+            values = json.loads(line)
+            found.append({"step": int(values["step"]), "step_seconds": float(values["step_seconds"])})
+    return found[-LINES_READ:]
+
+
+def _forecast(plan: Plan) -> float:
+    assert plan.forecast is not None
+    return plan.forecast.step_seconds
+
+
+def _change(before: Sequence[str], nodes: Sequence[str], why: str | None) -> str:
+    """Why there is another start: who has gone, who has come, and what was said."""
+    if not before:
+        return f"{_listed(nodes)} {'is' if len(nodes) == 1 else 'are'} here"
+    gone = [node for node in before if node not in nodes]
+    came = [node for node in nodes if node not in before]
+    words = [f"{_listed(gone)} went"] if gone else []
+    words += [f"{_listed(came)} came"] if came and not (why or "").startswith(_listed(came)) else []
+    return "; ".join([*words, *([why] if why else [])]) or "another start"
+
+
+def _listed(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes)
+
+
+def _join(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

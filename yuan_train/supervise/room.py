@@ -1,0 +1,329 @@
+"""Where the agents of a supervised run meet: torch's elastic rendezvous, and what they tell each other there.
+
+torch's `DynamicRendezvousHandler` says who takes part in a round, notices who is gone (its heartbeats stop),
+and who waits to come in. Beside it lie, in the same c10d store,
+
+- `waits/NODE`: that an agent has come and asks to be let in;
+- `halt`: that whoever started the agents wants all to save and end;
+- `ended`: how the whole run has ended, for agents and for the command that started them;
+
+and of each round `node/RANK` (who an agent is), `beat/RANK` (that it lives), `order` (what the lead wants
+done), `stop` (why the ranks are to end), `done/RANK` (how an agent's ranks have ended), and `verdict` (what
+comes of it).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from yuan_train.config.errors import LostRank
+
+POLL_SECONDS = 0.2
+"""Between two looks at what others write."""
+BEAT_SECONDS = 2
+BEATS_MISSED = 4
+"""Heartbeats after which an agent is taken to be gone; clocks of nodes may differ by less than these."""
+FOREVER = timedelta(days=3650)
+STORE_SECONDS = 20.0
+"""In which the store answers."""
+RUN = "supervise"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent in a round, as the others know it."""
+
+    node: str
+    token: str
+    """Tells it from another agent of the same node."""
+    address: str
+    """Where the others reach it."""
+    port: int
+    """One that is free there."""
+
+
+@dataclass(frozen=True)
+class Directive:
+    """What the lead wants done in a round."""
+
+    plan: str | None
+    """The plan, as a file has it; None: there is none for these nodes, and all wait for others."""
+    meeting: str = ""
+    """HOST:PORT at which the ranks meet."""
+    number: int = 0
+    """Of the plan, since the run began."""
+    nodes: Sequence[str] = ()
+    """Those that have ranks of the plan."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How an agent's ranks have ended."""
+
+    code: int
+    fault: str = ""
+    """What they have said; empty if they ended well."""
+    leaves: bool = False
+    """Whether the agent was told to go: its node takes part no more."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the run has ended."""
+
+    code: int
+    reason: str
+
+
+class Room:
+    """The store of a supervised run, and torch's rendezvous in it. Raises LostRank where it is gone."""
+
+    def __init__(self, address: tuple[str, int], *, nodes: int, grace: float) -> None:
+        """`address` is the store's; `nodes` the most that take part; `grace` how long others are waited for.
+
+        Raises LostRank if nobody holds a store there.
+        """
+        try:
+            self._store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            self._local = _address_towards(*address)
+        except (RuntimeError, OSError) as error:
+            raise LostRank(f"{address[0]}:{address[1]}: no supervisor is there ({error})") from error
+        # Each agent says itself where it is reached; torch need not open a second store on the first of them.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._handler = DynamicRendezvousHandler.from_backend(
+            RUN,
+            self._store,
+            C10dRendezvousBackend(self._store, RUN),
+            min_nodes=1,
+            max_nodes=nodes,
+            timeout=RendezvousTimeout(join=FOREVER, last_call=timedelta(seconds=grace)),
+            keep_alive_interval=BEAT_SECONDS,
+            keep_alive_max_attempt=BEATS_MISSED,
+        )
+
+    def enter(self, agent: Agent) -> Round | None:
+        """Ask to take part, and wait for the next round; None: the run has ended meanwhile."""
+        self._store.set(f"waits/{agent.node}", agent.token)
+        try:
+            info = self._handler.next_rendezvous()
+        except RendezvousClosedError:
+            return None
+        except RuntimeError as error:
+            raise lost_store(error) from error
+        return Round(dist.PrefixStore("round", info.store), info.rank, info.world_size, agent)
+
+    def address(self) -> str:
+        """This machine's, on the network of the store."""
+        return self._local
+
+    def waiting(self, nodes: Sequence[str], members: Sequence[str]) -> tuple[str, ...]:
+        """Of the cluster's nodes those that wait to be let in, beside a round's members."""
+        try:
+            if not self._handler.num_nodes_waiting():
+                return ()
+            asking = [node for node in nodes if node not in members]
+            return tuple(node for node in asking if self._store.check([f"waits/{node}"]))
+        except RuntimeError as error:
+            raise lost_store(error) from error
+
+    def let_in(self, members: Sequence[str]) -> None:
+        """Note that these wait no more."""
+        for node in members:
+            self._store.delete_key(f"waits/{node}")
+
+    def remember(self, key: str, value: Any) -> None:
+        """Keep a value for later rounds, whoever leads them."""
+        self._store.set(f"kept/{key}", json.dumps(value))
+
+    def recall(self, key: str) -> Any:
+        """What was remembered; None if nothing was."""
+        return _read(self._store, f"kept/{key}")
+
+    def is_halted(self) -> bool:
+        """Whether all are to save and end."""
+        return self._store.check(["halt"])
+
+    def end(self, ended: Ended) -> None:
+        """Tell all that the run has ended; nobody is let in any more."""
+        self._store.set("ended", json.dumps(asdict(ended)))
+        with suppress(RuntimeError):
+            self._handler.set_closed()
+
+    def ended(self) -> Ended | None:
+        """How the run has ended; None: it has not."""
+        return read_end(self._store)
+
+
+class Round:
+    """A round of the rendezvous: some agents, one plan, one start of its ranks."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, agent: Agent) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._beats = {rank: (0, time.monotonic()) for rank in range(size)}
+        """Of each agent the last beat that was new, and since when it is known."""
+        store.set(f"node/{rank}", json.dumps(asdict(agent)))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this agent decides."""
+        return self._rank == 0
+
+    def members(self) -> dict[str, Agent] | None:
+        """All agents of the round by node; None: some of them have gone before they said who they are."""
+        keys = [f"node/{rank}" for rank in range(self._size)]
+        if not self._await(keys, BEAT_SECONDS * BEATS_MISSED):
+            return None
+        agents = [Agent(**_read(self._store, key)) for key in keys]
+        return {agent.node: agent for agent in agents}
+
+    def give(self, order: Directive) -> None:
+        """As the lead: say what all do."""
+        self._store.set("order", json.dumps(asdict(order)))
+
+    def order(self) -> Directive | None:
+        """Wait for what the lead says; None: it is gone."""
+        while not self._store.check(["order"]):
+            if self.is_abandoned():
+                return None
+            time.sleep(POLL_SECONDS)
+        return Directive(**_read(self._store, "order"))
+
+    def start_beating(self) -> threading.Event:
+        """Let the others see that this agent lives, until the event is set."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(BEAT_SECONDS / 2):
+                try:
+                    self._store.add(f"beat/{self._rank}", 1)
+                except RuntimeError:
+                    return
+
+        threading.Thread(target=beat, name="beat", daemon=True).start()
+        return stop
+
+    def is_abandoned(self) -> bool:
+        """Whether the lead has not been seen alive for some heartbeats; to be asked again and again."""
+        return not self.leads and not self._lives(0)
+
+    def _lives(self, rank: int) -> bool:
+        count, now = self._store.add(f"beat/{rank}", 0), time.monotonic()
+        if count != self._beats[rank][0]:
+            self._beats[rank] = (count, now)
+        return now - self._beats[rank][1] <= BEAT_SECONDS * BEATS_MISSED
+
+    def stop(self, reason: str) -> None:
+        """Have all ranks save and end."""
+        self._store.set("stop", json.dumps(reason))
+
+    def stop_reason(self) -> str | None:
+        """Why the ranks are to end; None: they go on."""
+        return _read(self._store, "stop")
+
+    def tell(self, done: Done) -> None:
+        """Say how this agent's ranks have ended."""
+        self._store.set(f"done/{self._rank}", json.dumps(asdict(done)))
+
+    def any_done(self) -> bool:
+        """Whether the ranks of some agent have ended."""
+        return any(self._store.check([f"done/{rank}"]) for rank in range(self._size))
+
+    def all_done(self) -> dict[int, Done]:
+        """How the ranks of the agents have ended; waits for those that live, which may be saving."""
+        missing = set(range(self._size))
+        while missing:
+            missing = {rank for rank in missing if not self._has(f"done/{rank}") and self._lives(rank)}
+            time.sleep(POLL_SECONDS)
+        done = {rank: _read(self._store, f"done/{rank}") for rank in range(self._size)}
+        return {rank: Done(**values) for rank, values in done.items() if values is not None}
+
+    def judge(self, verdict: Mapping[str, Any]) -> None:
+        """As the lead: say what comes after this round."""
+        self._store.set("verdict", json.dumps(verdict))
+
+    def verdict(self) -> Mapping[str, Any] | None:
+        """What the lead says, once it has; None: it is gone."""
+        while not self._has("verdict"):
+            if self.is_abandoned():
+                return None
+            time.sleep(POLL_SECONDS)
+        return _read(self._store, "verdict")
+
+    def has_verdict(self) -> bool:
+        """Whether the round is over."""
+        return self._has("verdict")
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _await(self, keys: list[str], seconds: float) -> bool:
+        """Wait for keys; whether they came in time."""
+        end = time.monotonic() + seconds
+        while not self._store.check(keys):
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+
+def read_end(store: dist.Store) -> Ended | None:
+    """How the run of a store has ended; None: it has not."""
+    found = _read(store, "ended")
+    return None if found is None else Ended(**found)
+
+
+def halt(store: dist.Store) -> None:
+    """Have all agents save and end."""
+    store.set("halt", "1")
+
+
+def open_store(host: str, port: int) -> dist.TCPStore:
+    """Hold the store of a supervised run. Raises LostRank if the port is taken."""
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise LostRank(
+            f"--meet {host}:{port}: cannot be opened: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def open_store_if_here(host: str, port: int) -> dist.TCPStore | None:
+    """Hold the store of a supervised run if its address is this machine's, and nobody holds it yet."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(found[0]) as probe:
+            probe.bind(found[4])
+        return open_store(host, port)
+    except (OSError, LostRank):
+        return None
+
+
+def lost_store(error: Exception) -> LostRank:
+    """The error where the store does not answer."""
+    return LostRank(f"the supervisor, which holds the store, is gone ({str(error).partition(chr(10))[0]})")
+
+
+def _read(store: dist.Store, key: str) -> Any:
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def _address_towards(host: str, port: int) -> str:
+    with socket.create_connection((host, port), timeout=STORE_SECONDS) as line:
+        return line.getsockname()[0]
