@@ -16,6 +16,7 @@ import pytest
 from tests.support.pages import blocks, commands, ours
 from tools import make_reference
 from yuan_train.cli.main import COMMANDS, command_parser
+from yuan_train.config.run import CONFLICTS, TURN_OFF
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -91,3 +92,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest
     )
     assert done.returncode == 0, done.stderr + done.stdout
     assert (tmp_path / "seven_steps.html").is_file()
+
+
+def test_the_table_of_what_does_not_go_together_is_that_of_the_code() -> None:
+    text = (make_reference.ROOT / "docs/troubleshooting.md").read_text()
+    rows = [f"| {conflict.other} | {conflict.why} |" for conflict in CONFLICTS]
+    assert [row for row in rows if row not in text] == []
+    features = {conflict.other for conflict in CONFLICTS} | {conflict.feature for conflict in CONFLICTS}
+    assert set(TURN_OFF) <= features, "each feature of a run can be turned off"

@@ -72,7 +72,7 @@ def test_what_compiled_layers_cannot_do(tmp_path: Path) -> None:
         "schedule: zero_bubble splits backwards, and the backward of a compiled layer is one piece "
         "(train.compile is true); plan again with this run, or set train.compile: false"
     )
-    assert stage.startswith("pipelines[0].stages[0]: replicas of 2 ranks share each layer, and the collect")
+    assert stage.startswith("pipelines[0].stages[0].replicas: a replica of 2 ranks shares each layer, and")
     check_compile(single_card_plan(compiled), compiled)
 
 

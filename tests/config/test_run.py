@@ -189,9 +189,9 @@ def test_what_compiled_layers_cannot_do(folder: Path) -> None:
     load(folder, RUN, wrong, "data.reset_attention=true")
     reported = refusal(folder, RUN, "train.compile=true", wrong, "data.reset_attention=true")
     for words in (
-        "train.compile: true, but data.reset_attention gives every micro-batch other ranges",
+        "train.compile: true, but data.reset_attention gives each micro-batch other ranges",
         "search.schedule: zero_bubble splits backwards, and the backward of a compiled layer",
-        "search.tensor: [1, 2], but compiled layers (train.compile) are not sharded; set [1]",
+        "search.tensor: [1, 2] shares each layer, and the collectives inside cannot be compiled",
     ):
         assert words in reported
 

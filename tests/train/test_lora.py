@@ -219,8 +219,11 @@ def test_other_objectives_train_adapters(tmp_path: Path, kind: str) -> None:
             ("lora={rank: 2, targets: [out, gate]}",),
             r"'gate' is no matrix of a layer \(has: value, query_key",
         ),
-        (("lora={rank: 2}", "engine=megatron"), "engine: megatron, which trains no adapters"),
-        (("lora={rank: 2}", "search.offload=[optimizer]"), "search.offload: optimizer: a run with adapters"),
+        (("lora={rank: 2}", "engine=megatron"), "engine: megatron trains no adapters"),
+        (
+            ("lora={rank: 2}", "search.offload=[optimizer]"),
+            "search.offload: optimizer keeps something",
+        ),
         (
             ("lora={rank: 2}", "model.num_experts=4", "model.experts_per_token=2"),
             "a model with experts has no adapters yet; wanted a dense model",
@@ -239,7 +242,8 @@ def test_a_plan_of_adapters_keeps_nothing_on_hosts(tmp_path: Path) -> None:
 
     plan = parse_plan(run_config(make_project(tmp_path), *LORA), "1x8: 6@0", optimizer_offload=[0.5])
     assert [str(v.message) for v in validate_plan(plan)] == [
-        "0.5, but a model with adapters (lora) keeps nothing on hosts yet; leave this out"
+        "0.5: optimizer_offload keeps something on hosts, and a model with adapters keeps nothing there yet "
+        "(lora); leave this out"
     ]
 
 

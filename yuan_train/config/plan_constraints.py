@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from yuan_train.config.document import is_list, is_mapping, read_document
+from yuan_train.config.document import format_keys, is_list, is_mapping, read_document
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.load import as_plain, build, dump, write_text
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
-from yuan_train.config.run import RunConfig, ScheduleName
+from yuan_train.config.run import TURN_OFF, RunConfig, ScheduleName, Used, excluded_by
 
 
 def validate_plan(plan: Plan) -> Iterator[Violation]:
@@ -35,7 +35,6 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
             _recompute_constraints(pipeline),
             _activation_constraints(pipeline, plan),
             disk_constraints(pipeline),
-            adapter_constraints(pipeline, plan.model),
             page_constraints(pipeline, plan),
             _depth_constraints(pipeline, plan.schedule),
             _replica_constraints(pipeline, plan),
@@ -44,6 +43,10 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
         for violation in itertools.chain(*checks):
             yield replace(violation, path=("pipelines", p, *violation.path))
     yield from _expert_constraints(plan)
+    if plan.model.lora is not None:
+        for other, path, shown in features_planned(plan):
+            for conflict in excluded_by([("lora", (), "")]).get(other, ()):
+                yield Violation(path, f"{shown} {conflict.why} (lora); leave this out")
 
 
 def _batch_constraints(plan: Plan) -> Iterator[Violation]:
@@ -308,35 +311,34 @@ def check_plan_of_run(plan: Plan, run: RunConfig) -> None:
         )
 
 
+def features_planned(plan: Plan) -> Iterator[Used]:
+    """The features in `CONFLICTS` that a plan uses, each with its place and a word for it there."""
+    if plan.schedule == "zero_bubble":
+        yield "zero_bubble", ("schedule",), "zero_bubble"
+    for p, pipeline in enumerate(plan.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            path = ("pipelines", p, "stages", s)
+            for tier in ("optimizer", "activation", "parameter"):
+                if count := getattr(stage, f"{tier}_offload"):
+                    name = tier if tier == "optimizer" else f"{tier}s"
+                    yield f"offload: {name}", (*path, f"{tier}_offload"), f"{count:g}: {tier}_offload"
+            if len(stage.replicas[0]) > 1:
+                yield "tensor", (*path, "replicas"), f"a replica of {len(stage.replicas[0])} ranks"
+
+
 def check_compile(plan: Plan, run: RunConfig) -> None:
     """Raise PlanError, with every fault, if the run compiles layers and the plan asks too much of them."""
     if not run.train.compile:
         return
-    faults: list[str] = []
-    if plan.schedule == "zero_bubble":
-        faults.append(
-            "schedule: zero_bubble splits backwards, and the backward of a compiled layer is one piece"
-        )
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            if stage.activation_offload:
-                faults.append(
-                    f"pipelines[{p}].stages[{s}]: activation_offload works on halves of layers, and a "
-                    "compiled layer is one piece"
-                )
-            if stage.parameter_offload:
-                faults.append(
-                    f"pipelines[{p}].stages[{s}]: parameter_offload moves weights, and a compiled layer "
-                    "expects them where they were"
-                )
-            if len(stage.replicas[0]) > 1:
-                faults.append(
-                    f"pipelines[{p}].stages[{s}]: replicas of {len(stage.replicas[0])} ranks share each "
-                    "layer, and the collectives inside it cannot be compiled"
-                )
+    out = excluded_by([("train.compile", (), "")])
+    faults = [
+        f"{format_keys(path)}: {shown} {conflict.why} (train.compile is true); "
+        f"plan again with this run, or {TURN_OFF[conflict.feature]}"
+        for other, path, shown in features_planned(plan)
+        for conflict in out.get(other, ())
+    ]
     if faults:
-        what_to_do = "plan again with this run, or set train.compile: false"
-        raise PlanError("\n".join(f"{fault} (train.compile is true); {what_to_do}" for fault in faults))
+        raise PlanError("\n".join(faults))
 
 
 def check_precision(plan: Plan, run: RunConfig) -> None:
@@ -421,18 +423,6 @@ def disk_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
                 ("stages", s, "optimizer_disk"),
                 f"{stage.optimizer_disk:g} of the offloaded state, but optimizer_offload is 0; set it too",
             )
-
-
-def adapter_constraints(pipeline: PipelinePlan, model: ModelConfig) -> Iterator[Violation]:
-    """Yield what stages put on hosts although the model has adapters, of which all stays on cards."""
-    for s, stage in enumerate(pipeline.stages if model.lora is not None else ()):
-        for key in ("optimizer_offload", "activation_offload", "parameter_offload"):
-            if getattr(stage, key):
-                yield Violation(
-                    ("stages", s, key),
-                    f"{getattr(stage, key):g}, but a model with adapters (lora) keeps nothing on hosts yet; "
-                    "leave this out",
-                )
 
 
 def check_tiers(plan: Plan, run: RunConfig) -> None:

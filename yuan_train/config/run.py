@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -417,16 +417,16 @@ class RunConfig:
 
     @property
     def feasible_search(self) -> SearchConfig:
-        """`search`, without what the run rules out: compiled layers are not sharded, and they are one piece,
-        which excludes zero_bubble and activations on the hosts; adapters keep nothing on hosts."""
+        """`search`, without what the run's features exclude; see `CONFLICTS`."""
         search = replace(self.search, engine=self.search.engine or (self.engine,))
-        if self.model.lora is not None:
-            search = replace(search, offload=(), half_layers=False)
-        if not self.train.compile:
-            return search
-        schedule = search.schedule or ("1f1b", "interleaved_1f1b")
-        offload = tuple(tier for tier in search.tiers if tier != "activations")
-        return replace(search, tensor=(1,), schedule=schedule, offload=offload)
+        out = excluded_by(features_of_run(self))
+        if not {f"offload: {tier}" for tier in TIERS}.isdisjoint(out):
+            search = replace(search, offload=tuple(t for t in search.tiers if f"offload: {t}" not in out))
+        if "half_layers" in out:
+            search = replace(search, half_layers=False)
+        if "zero_bubble" in out:
+            search = replace(search, schedule=search.schedule or ("1f1b", "interleaved_1f1b"))
+        return replace(search, tensor=(1,)) if "tensor" in out else search
 
     @property
     def decay_steps(self) -> int:
@@ -456,9 +456,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
     yield from log_constraints(run)
     yield from deadline_constraints(run.search.objective, run.search.deadline)
     yield from tier_constraints(run)
-    yield from lora_run_violations(run)
-    if train.compile:
-        yield from compile_constraints(run)
+    yield from conflicts_of_run(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Violation(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
     if optimizer.decay_steps is not None and optimizer.warmup_steps >= optimizer.decay_steps:
@@ -554,25 +552,6 @@ def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
         )
 
 
-def lora_run_violations(run: RunConfig) -> Iterator[Violation]:
-    """Yield what of a training run does not go with adapters."""
-    if run.model.lora is None:
-        return
-    if run.engine == "megatron":
-        yield Violation(("engine",), "megatron, which trains no adapters (lora); set yuan, or leave lora out")
-    if run.search.half_layers:
-        yield Violation(
-            ("search", "half_layers"), "true: layers with adapters (lora) are not cut in half yet; set false"
-        )
-    if "megatron" in (run.search.engine or ()):
-        yield Violation(("search", "engine"), "megatron trains no adapters (lora); leave it out")
-    for tier in run.search.offload or ():
-        yield Violation(
-            ("search", "offload"),
-            f"{tier}: a run with adapters (lora) keeps nothing on hosts yet; leave it out",
-        )
-
-
 def deadline_constraints(objective: SearchObjective, deadline: float | None) -> Iterator[Violation]:
     """Yield a violation unless there is a deadline where the objective has one, and only there."""
     path = ("search", "deadline")
@@ -621,40 +600,105 @@ def log_constraints(run: RunConfig) -> Iterator[Violation]:
         yield Violation(("train", "trace"), "trace files are written to log.directory; give one")
 
 
-def compile_constraints(run: RunConfig) -> Iterator[Violation]:
-    """Yield what compiled layers exclude."""
-    search = run.search
+@dataclass(frozen=True)
+class Conflict:
+    """Two features that one run cannot have; runs, searches, plans and docs/troubleshooting.md read it."""
+
+    feature: str
+    """Of the run: `train.compile` or `lora`."""
+    other: str
+    """Of the run, of what its search may use, or of its plan."""
+    why: str
+    """What `other` does, as it follows a word for it."""
+
+
+_ON_HOSTS = "keeps something on hosts, and a model with adapters keeps nothing there yet"
+
+CONFLICTS = (
+    Conflict("train.compile", "experts", "tell the host only while a layer runs how many tokens each has"),
+    Conflict(
+        "train.compile",
+        "data.reset_attention",
+        "gives each micro-batch other ranges, for which layers are compiled anew",
+    ),
+    Conflict(
+        "train.compile",
+        "zero_bubble",
+        "splits backwards, and the backward of a compiled layer is one piece",
+    ),
+    Conflict("train.compile", "tensor", "shares each layer, and the collectives inside cannot be compiled"),
+    Conflict(
+        "train.compile",
+        "offload: activations",
+        "works on halves of layers, and a compiled layer is one piece",
+    ),
+    Conflict(
+        "train.compile",
+        "offload: parameters",
+        "moves weights, and a compiled layer expects them where they were",
+    ),
+    Conflict("lora", "megatron", "trains no adapters"),
+    Conflict("lora", "half_layers", "cuts layers in half, which those with adapters are not yet"),
+    Conflict("lora", "offload: optimizer", _ON_HOSTS),
+    Conflict("lora", "offload: activations", _ON_HOSTS),
+    Conflict("lora", "offload: parameters", _ON_HOSTS),
+    Conflict("lora", "offload: disk", _ON_HOSTS),
+)
+"""What excludes what."""
+TURN_OFF = {"train.compile": "set train.compile: false", "lora": "train without adapters (lora)"}
+"""How a run goes without a feature."""
+
+Used = tuple[str, tuple[str | int, ...], str]
+"""A feature that is used, the key that says so, and a word for it there."""
+
+
+def features_of_run(run: RunConfig) -> Iterator[Used]:
+    """The features of a run that stand in `CONFLICTS`, without those of its search."""
+    if run.train.compile:
+        yield "train.compile", ("train", "compile"), "train.compile"
+    if run.model.lora is not None:
+        yield "lora", ("lora",), "lora"
     if run.model.num_experts:
-        yield Violation(
-            ("train", "compile"),
-            "true, but the numbers of tokens of a layer's experts are known to the host only while it runs; "
-            "set train.compile: false",
-        )
+        yield "experts", ("train", "compile"), "true, but experts"
     if run.data.reset_attention:
-        yield Violation(
-            ("train", "compile"),
-            "true, but data.reset_attention gives every micro-batch other ranges, for which the layers would "
-            "be compiled again; set one of the two to false",
-        )
+        yield "data.reset_attention", ("train", "compile"), "true, but data.reset_attention"
+    if run.engine == "megatron":
+        yield "megatron", ("engine",), "megatron"
+
+
+def features_searched(search: SearchConfig) -> Iterator[Used]:
+    """The features in `CONFLICTS` that a search is told to use."""
     if "zero_bubble" in (search.schedule or ()):
-        yield Violation(
-            ("search", "schedule"),
-            "zero_bubble splits backwards, and the backward of a compiled layer (train.compile) is one "
-            "piece; leave it out, or set train.compile: false",
-        )
-    for tier in ("activations", "parameters"):
-        if tier in (search.offload or ()):
-            yield Violation(
-                ("search", "offload"),
-                f"{tier}, which leave layer by layer, and a compiled layer (train.compile) is one piece; "
-                "leave them out, or set train.compile: false",
-            )
+        yield "zero_bubble", ("search", "schedule"), "zero_bubble"
     if search.tensor is not None and set(search.tensor) != {1}:
-        yield Violation(
-            ("search", "tensor"),
-            f"{list(search.tensor)}, but compiled layers (train.compile) are not sharded; set [1], or set "
-            "train.compile: false",
-        )
+        yield "tensor", ("search", "tensor"), str(list(search.tensor))
+    if search.half_layers:
+        yield "half_layers", ("search", "half_layers"), "true"
+    if "megatron" in (search.engine or ()):
+        yield "megatron", ("search", "engine"), "megatron"
+    for tier in search.offload or ():
+        yield f"offload: {tier}", ("search", "offload"), tier
+
+
+def excluded_by(used: Iterable[Used]) -> dict[str, list[Conflict]]:
+    """What does not go with some features, and the conflicts that say so."""
+    found: dict[str, list[Conflict]] = {}
+    names = {name for name, _, _ in used}
+    for conflict in CONFLICTS:
+        if conflict.feature in names:
+            found.setdefault(conflict.other, []).append(conflict)
+    return found
+
+
+def conflicts_of_run(run: RunConfig) -> Iterator[Violation]:
+    """Yield what of a run, or of what its search is told to use, does not go with its features."""
+    out = excluded_by(features_of_run(run))
+    for other, path, shown in (*features_of_run(run), *features_searched(run.search)):
+        for conflict in out.get(other, ()):
+            what_to_do = TURN_OFF[conflict.feature]
+            if path[0] == "search":
+                what_to_do = f"leave it out, or {what_to_do}"
+            yield Violation(path, f"{shown} {conflict.why} ({conflict.feature}); {what_to_do}")
 
 
 def tier_constraints(run: RunConfig) -> Iterator[Violation]:
