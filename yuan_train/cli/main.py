@@ -137,6 +137,12 @@ def _dispatch(arguments: list[str]) -> int:
     if name in NOT_IMPLEMENTED:
         raise YuanError(f"`yuan-train {name}` is not implemented yet; CHANGELOG.md lists what is")
     parser, own = command_parser(name)
+    # Before what is missing is complained of: a slip in a needed option is both.
+    options = {option for action in own._actions for option in action.option_strings}
+    given = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
+    slips = [word for word in given if word.startswith("--") and word.partition("=")[0] not in options]
+    if slips:
+        _refuse(slips, own)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         _refuse(unknown, own)

@@ -341,7 +341,7 @@ def locate_cluster(name: str | Path) -> Path:
     Raises ConfigError if there is neither, with the nearest name.
     """
     path = Path(name)
-    if path.exists() or path.suffix:
+    if path.exists():
         return path
     known = names("cluster")
     if found := known.get(str(name).lower()):
@@ -352,4 +352,7 @@ def locate_cluster(name: str | Path) -> Path:
 def _wanted(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}wanted a cluster file, or a name of configs/cluster (has: {', '.join(known)})"
+    return (
+        f"{hint}wanted a cluster file (yuan-train discover or init cluster writes one), or a name of "
+        f"configs/cluster (has: {', '.join(known)})"
+    )

@@ -87,6 +87,8 @@ def build(
     `validate` yields the violated constraints between fields. It also runs on a document whose only faults
     are unknown keys, so that one pass reports both. Earlier names of keys are accepted with a warning.
     """
+    if fault := _other_file(document.value, kind):
+        raise error(f"{document.name}: {fault}")
     value, violations = _validate(document.value, kind)
     if value is None and violations and all(violation.unknown for violation in violations):
         pruned = document.value
@@ -99,6 +101,39 @@ def build(
         raise error("\n".join(describe(document, violation) for violation in violations))
     assert value is not None
     return value
+
+
+_FILES = {
+    "Cluster": ("nodes", "a cluster file (yuan-train discover or init cluster writes one)"),
+    "Plan": ("pipelines", "a plan (yuan-train plan writes one)"),
+    "Profile": ("entries", "a profile (yuan-train profile writes one)"),
+    "RLConfig": ("algorithm", "a run file of reinforcement learning (yuan-train init grpo writes one)"),
+    "RunConfig": ("train", "a run file (yuan-train init pretrain writes one)"),
+}
+"""Of each kind of file a key that it has, and what it is. The first that is there says what a file is."""
+_OTHERS = {
+    "lr": "learning_rate",
+    "batch_size": "global_batch_size",
+    "max_steps": "steps",
+    "train_iters": "steps",
+    "seq_length": "sequence_length",
+    "seq_len": "sequence_length",
+    "dtype": "precision",
+    "gpus": "devices",
+    "warmup": "warmup_steps",
+    "r": "rank",
+}
+"""Names that other tools have for keys of ours."""
+
+
+def _other_file(value: Any, kind: type[Any]) -> str | None:
+    """What a file with the keys of another kind is, and what was wanted; None if it may be of this kind."""
+    own, wanted = _FILES.get(kind.__name__, ("", ""))
+    if not own or not isinstance(value, dict) or own in value:
+        return None
+    known = field_names(kind, ())
+    found = [what for key, what in _FILES.values() if key in value and key not in known]
+    return f"{found[0].partition(' (')[0]}; wanted {wanted}" if found else None
 
 
 @dataclass(frozen=True)
@@ -165,12 +200,15 @@ def _schema_violation(item: Any, kind: Any) -> _SchemaViolation:
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         known = [key_of(name) for name in field_names(kind, tuple(item["loc"])[:-1])]
         close = difflib.get_close_matches(str(keys[-1]), known, n=1, cutoff=0.5)
+        meant = _OTHERS.get(str(keys[-1]), "")
+        close = [meant] if meant in known else close
         hint = f"; did you mean {close[0]!r}?" if close else ";"
         return _SchemaViolation(
             keys, f"unknown key {keys[-1]!r}{hint} (has: {', '.join(known)})", unknown=True
         )
     if item["type"] in ("missing", "missing_argument"):
-        return _SchemaViolation(keys, "missing")
+        more = "; name a model (or start.checkpoint, whose model it is)" if keys == ("model",) else ""
+        return _SchemaViolation(keys, f"missing{more}")
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return _SchemaViolation(keys, message)
