@@ -20,8 +20,8 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from bench_tiers import SleepClock
 
+from tools.bench.tiers import SleepClock
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.model import ModelConfig, load_model

@@ -222,7 +222,7 @@ def test_an_import_is_trained_by_the_lines_that_it_prints(
 ) -> None:
     """No word of the model in the run file: it is the checkpoint's."""
     assert command("import-hf", folder, "--out", tmp_path / "again") == 0
-    lines = yaml.safe_load(capsys.readouterr().out.partition(":\n")[2])
+    lines = yaml.safe_load(capsys.readouterr().out.partition(":\n")[2].partition("next:")[0])
     (tmp_path / "text.jsonl").write_text('{"text": "one and two are three"}\n' * 40)
     tokens = ["--input", tmp_path / "text.jsonl", "--tokenizer", lines["data"]["tokenizer"]]
     assert command("preprocess", *tokens, "--out", tmp_path / "text") == 0

@@ -59,6 +59,7 @@ def test_every_fault_at_once() -> None:
         "algorithm.updates=3",
         "algorithm.kl={coefficient: 0.1, estimator: k1}",
         "schedule={mode: sync, staleness: 2}",
+        "generation.weights=in_flight",
         "generation.max_new_tokens=100",
         "generation.stop_ids=[12]",
         "model.hidden_dropout=0.1",
@@ -74,6 +75,7 @@ def test_every_fault_at_once() -> None:
         "train.prompts_per_step: 32 groups do not divide into 3 updates",
         "algorithm.kl.estimator: k1 in the loss",
         "schedule.staleness: 2, but in sync mode",
+        "generation.weights: in_flight, but in sync mode",
         "generation.max_new_tokens: 100 tokens after a prompt of 3 (data.max_prompt_tokens), but the model",
         "generation.stop_ids: 12 is no token",
         "model.hidden_dropout: 0.1",
@@ -87,7 +89,7 @@ def test_every_fault_at_once() -> None:
         "train.compile",
     ):
         assert any(part in line for line in found), (part, found)
-    assert len(found) == 15
+    assert len(found) == 16
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,6 @@ def test_every_fault_at_once() -> None:
         ("critic={gamma: 1.5}", "critic.gamma"),
         ("algorithm={advantage: return, scale: group}", "wanted batch or none"),
         ("generation.slots=24", "wanted a multiple of 16"),
-        ("generation.weights=in_flight", "do not take weights between two tokens yet; set between_batches"),
         ("train.micro_batch_size=7", "512 answers of an update do not divide into micro-batches of 7"),
         ("data.prompts=[]", "wanted at least one, got none"),
         ("data.evaluation=", "evaluation.every: there is nothing to measure"),

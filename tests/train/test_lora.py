@@ -274,7 +274,7 @@ def test_reinforcement_learning_refuses_what_training_does(tmp_path: Path) -> No
     path = write_rl(tmp_path)
     options = ("lora={rank: 2}", "search.policy.offload=[optimizer]", "search.policy.half_layers=true")
     with pytest.raises(
-        ConfigError, match=r"search.policy.half_layers: true: layers with(.|\n)*policy.offload: o"
+        ConfigError, match=r"search.policy.half_layers: true cuts layers(.|\n)*policy.offload: o"
     ):
         load_rl(path, options)
     assert load_rl(path, options[:1]).model.lora == LoraConfig(rank=2)
