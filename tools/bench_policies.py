@@ -1,6 +1,6 @@
 """Three policies for memory on four simulated cards: the largest model, and the seconds of a step.
 
-    python tools/bench_policies.py [--largest] [--measure SECONDS]
+    python -m tools.bench_policies [--largest] [--measure SECONDS]
 
 - **rule**, ZeRO-Offload's: all optimizer state on the host, all else on the card, with the cheapest
   recompute that fits; gradients go down, the host steps and weights come up one after the other.
