@@ -103,6 +103,7 @@ def entries(folder: Path) -> list[Entry]:
     return read_journal(folder / "log")
 
 
+@pytest.mark.slow
 def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
     """The run goes on without it, and with it again; the losses are those of one process."""
     with supervised(project, tmp_path, *words(100_000), "checkpoint.every=5") as process:
@@ -116,6 +117,7 @@ def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
         wait_until(lambda: steps_done(tmp_path) >= STEPS, tmp_path)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=SECONDS) == 0
+    assert len(entries(tmp_path)) == 4, entries(tmp_path)
     started, without, again, stopped = entries(tmp_path)
     assert (started.nodes, without.nodes, again.nodes) == (["a", "b"], ["a"], ["a", "b"])
     assert without.reason.startswith("b went; rank 2 (b/0 on"), without.reason
