@@ -91,6 +91,12 @@ def test_a_name_is_fetched(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(fetched)
     assert "evil.py" not in fetched
     assert f"checkpoint: {tmp_path / 'runs'}" in done.stdout and "yuan-train init" in done.stdout
+    own["HF_ENDPOINT"] = "http://127.0.0.1:9"
+    environment.update(own)
+    alone = run("example/absent", "other")
+    assert alone.returncode == 2 and "http://127.0.0.1:9 is not reached from here" in alone.stderr
+    assert "hf download" in alone.stderr and "object at" not in alone.stderr and len(alone.stderr) < 500
+    environment["HF_ENDPOINT"] = address
     absent = run("example/absent", "other")
     assert absent.returncode == 2
     assert "the Hub does not give it" in absent.stderr and "hf download example/absent" in absent.stderr

@@ -31,6 +31,7 @@ train: {steps: 100, global_batch_size: 16, precision: bf16}
 optimizer: {learning_rate: 3e-4, schedule: cosine}
 log: {directory: runs/mine, every: 10}
 """,
+    "chats.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}\n',
 }
 PLAN = "plan --cluster cluster.yaml --config run.yaml"
 RUN_FILE = "wanted a run file (yuan-train init pretrain writes one)"
@@ -199,6 +200,14 @@ WORDS: list[tuple[str, list[str]]] = [
     ("import-hf nowhere --out runs/x", ["nowhere: no such directory; give a folder with config.json"]),
     ("generate --checkpoint runs/no --prompt x", ["runs/no: no such directory; give a checkpoint"]),
     ("preprocess --input no.jsonl --tokenizer t --out x", ["no.jsonl: cannot read", "check --input"]),
+    (
+        f"{PLAN} train.trace=true",
+        ["command line 'train.trace=true'", "wanted keys and values (first_step, steps,", "got true"],
+    ),
+    (
+        "tokenizer --input chats.jsonl --vocab-size 300 --out x",
+        ["chats.jsonl:1: no key 'text'; the line has 'messages'", "--messages-key messages"],
+    ),
     ("init sfd", ["invalid choice: 'sfd'", "choose from", "pretrain"]),
     ("keys runn", ["runn: no key", "did you mean"]),
 ]

@@ -13,6 +13,8 @@ from yuan_train.config.errors import CheckpointError
 
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """ORG/NAME, as models are called there."""
+_NO_CONNECTION = {"ConnectionError", "ConnectError", "Timeout", "TimeoutException"}
+"""Errors of requests, httpx and Python that say no server was met; their texts are of objects and ids."""
 _TEXT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 """What is fetched beside the weights; no code."""
 
@@ -64,4 +66,6 @@ def _hub() -> Any:
 
 
 def _first_line(error: Exception) -> str:
+    if _NO_CONNECTION & {kind.__name__ for kind in type(error).__mro__}:
+        return f"{_hub().constants.ENDPOINT} is not reached from here ({type(error).__name__})"
     return str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__

@@ -218,6 +218,8 @@ def _schema_violation(item: Any, kind: Any) -> _SchemaViolation:
     message = message.replace("a valid integer", "an integer").replace("a valid", "a")
     if item["type"].startswith("dataclass"):
         message = "wanted keys and values"
+        if known := field_names(kind, keys):
+            message += f" ({', '.join(map(key_of, known[:8]))}{', ...' if len(known) > 8 else ''})"
     return _SchemaViolation(keys, f"{message}, got {_show(item['input'])}")
 
 

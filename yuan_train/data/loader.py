@@ -340,13 +340,13 @@ def open_corpora(
     blend = Blend(corpora, [weight for _, weight in sources])
     for corpus, weight in zip(corpora, blend.weights, strict=True):
         logger.info(
-            "%s (%s): %d documents, %d tokens, %d samples per epoch, share %.6f",
+            "%s (%s): %d documents, %d tokens, %d samples per epoch%s",
             corpus.prefix,
             part,
             corpus.num_documents,
             corpus.num_tokens,
             corpus.samples_per_epoch,
-            weight,
+            "" if len(corpora) == 1 else f", {weight:.4%} of the samples",
         )
     return blend
 

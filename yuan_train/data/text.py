@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from yuan_train.config.document import is_list
 from yuan_train.config.errors import DataError
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -176,5 +177,9 @@ def _decode_key(item: Item, key: str, option: str) -> Any:
         raise DataError(f"{where}: {type(record).__name__}; wanted a JSON object with the key {key!r}")
     if key not in record:
         keys = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(f"{where}: no key {key!r}; the line has {keys}; choose one with {option}")
+        chats = [name for name, value in record.items() if value and is_list(value)]
+        advice = f"choose one with {option}"
+        if chats and option == "--text-key":
+            advice = f"a chat is read with --messages-key {chats[0]}; or choose a text with {option}"
+        raise DataError(f"{where}: no key {key!r}; the line has {keys}; {advice}")
     return record[key]

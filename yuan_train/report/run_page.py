@@ -20,6 +20,8 @@ LAST_STEPS = 20
 GIB = 2.0**30
 MAX_TEXT = 400
 """Characters of an answer on the page."""
+MANY_TIMES = 10.0
+"""So far above its forecast a time is told as a multiple: a rehearsal on processors takes thousands."""
 
 
 def run_lines(run: RunLog) -> list[str]:
@@ -193,7 +195,8 @@ _RANK_HEAD = ("rank", "card", "layers", "computes, forecast", "measured", "memor
 def _rank_row(share: RankShare) -> tuple[str, ...]:
     ratio = ""
     if share.seconds and share.forecast_seconds:
-        ratio = f" ({share.seconds / share.forecast_seconds - 1.0:+.0%})"
+        times = share.seconds / share.forecast_seconds
+        ratio = f" ({times:,.0f} times)" if times >= MANY_TIMES else f" ({times - 1.0:+.0%})"
     return (
         str(share.rank),
         f"{share.type} {share.card}".strip() or "-",

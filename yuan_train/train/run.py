@@ -33,6 +33,7 @@ from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, S
 from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log, is_logged
+from yuan_train.train.notes import changes, many_epochs
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.saver import Saver, make_saver, save_progress
@@ -137,6 +138,10 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
                 "note: data.train has other corpora or weights than when the checkpoint was saved: samples "
                 "are assigned to steps anew, so some may be read twice and others not at all"
             )
+        for change in changes(job) if progress.step else ():
+            log.say(f"note: not as in the run that saved it: {change}")
+    for note in many_epochs(job):
+        log.say(f"note: {note}")
     if job.start is not None:
         log.say(f"begins with the weights of {job.start.path}")
     layers = " | ".join(

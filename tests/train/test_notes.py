@@ -1,0 +1,39 @@
+"""What a run says at its start of what may not be meant."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.project import make_project
+from yuan_train.cli.main import main
+from yuan_train.train import notes
+
+
+def test_changes_and_many_epochs_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run says what of its training is another; a run of twenty epochs that it is one."""
+    run = make_project(tmp_path)
+    document = yaml.safe_load(run.read_text())
+    words = ["train", "--config", str(run), f"log.directory={tmp_path / 'log'}", "validation.every=0"]
+    words += [f"checkpoint.directory={tmp_path / 'checkpoints'}"]
+    assert main([*words, "train.steps=1"]) == 0
+    first = capfd.readouterr().err
+    assert "not as in the run" not in first and "times over" not in first
+    assert main([*words, "train.steps=2", "optimizer.learning_rate=0.25"]) == 0
+    said = capfd.readouterr().err
+    old = document["optimizer"]["learning_rate"]
+    assert f"not as in the run that saved it: optimizer.learning_rate {float(old)} -> 0.25" in said
+    assert "not as in the run that saved it: train.steps 1 -> 2" in said
+    assert len([line for line in said.splitlines() if "not as in" in line]) == 2
+
+    monkeypatch.setattr(notes, "MANY_EPOCHS", 0.01)
+    assert main([*words, "train.steps=3", "optimizer.learning_rate=0.25"]) == 0
+    assert re.search(
+        r"note: the run reads \S+/corpus \d+ times over: it has \d+ samples, a step takes 8\n",
+        capfd.readouterr().err,
+    )
