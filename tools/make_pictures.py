@@ -1,9 +1,11 @@
-"""python tools/make_pictures.py: draws the pictures of docs/gallery.md; with --curves those of the README.
+"""python tools/make_pictures.py: draws the pictures of docs/gallery.md, of the README and of the pages.
 
     python tools/make_pictures.py                           plans, as docs/pictures/plan-NAME.svg
     python tools/make_pictures.py --curves RUN=NAME ...     losses of runs (log directories) in one picture
+    python tools/make_pictures.py --screens NAME=PAGE ...   pages or addresses, in Chromium: screen-NAME.png
 
-Every plan is made anew from the catalogue's estimates, so the pictures are those of the planner as it is.
+A page is shown as wide as a phone and as wide as a desk, side by side. Every plan is made anew from the
+catalogue's estimates, so the pictures are those of the planner as it is.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 from yuan_train.cli.main import main as command
@@ -20,6 +26,8 @@ from yuan_train.report.chart import chart
 from yuan_train.report.html import whole_picture
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+SCREEN_WIDTHS, SCREEN_HEIGHT = (390, 1280), 844
 PLANS = {
     "laptop": (
         "laptop",
@@ -42,14 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"plans to draw, of {', '.join(PLANS)}; all")
     parser.add_argument("--curves", nargs="+", metavar="RUN=NAME", help="draw the losses of runs instead")
+    parser.add_argument("--screens", nargs="+", metavar="NAME=PAGE", help="photograph pages instead")
+    parser.add_argument("--out", type=Path, default=PICTURES, metavar="DIR", help="default: docs/pictures")
     given = parser.parse_args(arguments)
-    PICTURES.mkdir(exist_ok=True)
+    given.out.mkdir(exist_ok=True)
+    if given.screens:
+        return _screens([word.partition("=") for word in given.screens], given.out)
     if given.curves:
-        (PICTURES / "losses.svg").write_text(_curves([word.partition("=") for word in given.curves]))
+        (given.out / "losses.svg").write_text(_curves([word.partition("=") for word in given.curves]))
         return 0
     for name in given.names or PLANS:
         cluster, model, run = PLANS[name]
-        out = PICTURES / f"plan-{name}.svg"
+        out = given.out / f"plan-{name}.svg"
         code = command(["plan", "--cluster", cluster, "--model", model, "--report", str(out), *run])
         if code:
             return code
@@ -61,11 +73,51 @@ def _curves(runs: Sequence[tuple[str, str, str]]) -> str:
     losses = {name: _losses(Path(run)) for run, _, name in runs}
     first, *others = [dict(points) for points in losses.values()]
     apart = max((abs(first[x] - y) for other in others for x, y in other.items() if x in first), default=0.0)
-    page = chart("losses", {name: points for name, points in losses.items()})
+    # The picture stands behind those of the legend; later curves are dashed, or they would hide the first.
+    _, _, page = chart("losses", losses).rpartition("<svg ")
     found = re.search(r'viewBox="0 0 (\d+) (\d+)"[^>]*>(.*)</svg>', page, re.DOTALL)
     assert found is not None
-    title = f"The loss under {len(losses)} plans: {', '.join(losses)}; at most {apart:.1g} apart"
-    return whole_picture(title, [("loss by step", int(found[1]), int(found[2]), [found[3]])])
+    drawn, *dashed = found[3].split('stroke-width="2"')
+    drawn = 'stroke-width="2" stroke-dasharray="6 6"'.join(
+        [f'{drawn}stroke-width="5"{dashed[0]}', *dashed[1:]]
+    )
+    title = f"The loss under {len(losses)} plans, at most {apart:.1g} apart"
+    names = f"{next(iter(losses))} (thick), {', '.join(list(losses)[1:])} (dashed)"
+    return whole_picture(title, [(names, int(found[1]), int(found[2]), [drawn])])
+
+
+def _screens(pages: Sequence[tuple[str, str, str]], out: Path) -> int:
+    """Photograph pages; 2 where there is no Chromium, or it draws nothing."""
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        print(f"error: no browser; wanted one of {', '.join(BROWSERS)}", file=sys.stderr)
+        return 2
+    for name, _, page in pages:
+        address = page if "://" in page else Path(page).resolve().as_uri()
+        picture = (out / f"screen-{name}.png").resolve()
+        if not _screen(browser, address, picture):
+            print(f"error: {page}: {browser} draws nothing of it", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _screen(browser: str, address: str, picture: Path) -> bool:
+    """A page in two frames: the window of a browser is never as narrow as a phone."""
+    frames = "".join(
+        f'<iframe src="{escape(address)}" width="{width}" height="{SCREEN_HEIGHT}"></iframe>'
+        for width in SCREEN_WIDTHS
+    )
+    style = "body{margin:10px;background:#888;white-space:nowrap}iframe{border:0;margin-right:10px}"
+    style += "iframe{background:#fff}"
+    width, height = sum(SCREEN_WIDTHS) + 50, SCREEN_HEIGHT + 20
+    with tempfile.TemporaryDirectory() as folder:
+        sheet = Path(folder, "sheet.html")
+        sheet.write_text(f"<meta charset=utf-8><style>{style}</style>{frames}")
+        words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        words += [f"--user-data-dir={folder}/profile", "--virtual-time-budget=5000"]
+        words += ["--force-device-scale-factor=0.6", f"--window-size={width},{height}"]
+        subprocess.run([*words, f"--screenshot={picture}", sheet.as_uri()], capture_output=True, timeout=120)
+    return picture.is_file()
 
 
 def _losses(run: Path) -> list[tuple[float, float]]:
