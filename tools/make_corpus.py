@@ -1,13 +1,15 @@
 """python tools/make_corpus.py --out data/corpus.jsonl: text that every machine has, as JSONL `{"text": ...}`.
 
 The text is the source of Python's own standard library (PSF licence), without tests and installed packages.
-Sizes differ between Python versions, so no test may expect exact numbers. Needs only Python.
+Sizes differ between Python versions, so no test may expect exact numbers. Needs only Python. With --stories
+there are little stories in it too, of few words: a model learns to write them within a minute.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import random
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -23,6 +25,14 @@ EXCLUDED_FOLDERS = {
     "idlelib",
     "lib2to3",
 }
+
+
+NAMES = "Anna Ben Clara David Emma Felix Greta Hugo".split()
+ANIMALS = "cat dog bird fox horse rabbit bear mouse".split()
+PLACES = "forest garden river house village hill lake road".split()
+THINGS = "ball book cake hat lamp key boat flower".split()
+MOODS = "happy sad tired brave hungry kind".split()
+STORIES = 20  # of a document
 
 
 @dataclass
@@ -56,9 +66,16 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="DIR",
         help="folder of *.py files (default: the standard library of this Python)",
     )
+    parser.add_argument(
+        "--stories",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"also N documents of {STORIES} little stories, spread among the others (default: 0)",
+    )
     options = parser.parse_args(arguments)
     try:
-        counts = write_corpus(options.out, options.source, options.max_bytes)
+        counts = write_corpus(options.out, options.source, options.max_bytes, options.stories)
     except OSError as error:
         print(f"error: {options.out}: cannot write: {error}; choose another --out", file=sys.stderr)
         return 2
@@ -69,8 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    told = f" and {options.stories} of stories" if options.stories else ""
     print(
-        f"{options.out}: {counts.documents} documents, {counts.text_bytes} bytes of text; skipped "
+        f"{options.out}: {counts.documents} documents, {counts.text_bytes} bytes of text{told}; skipped "
         f"{counts.repeated} repeated, {counts.blank} blank, {counts.undecodable} not UTF-8, "
         f"{counts.too_large} over the limit",
         file=sys.stderr,
@@ -78,14 +96,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def write_corpus(out: Path, source: Path, max_bytes: int | None = None) -> Counts:
+def write_corpus(out: Path, source: Path, max_bytes: int | None = None, stories: int = 0) -> Counts:
     """Writes under a temporary name and renames when complete; keeps an older FILE if nothing was found."""
     counts = Counts()
     temporary = out.with_name(out.name + ".tmp")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            for text in texts(source, counts, max_bytes):
+            found = list(texts(source, counts, max_bytes))
+            if found and stories:
+                generator = random.Random(0)
+                found += ["".join(story(generator) for _ in range(STORIES)) for _ in range(stories)]
+                generator.shuffle(found)
+            for text in found:
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -120,6 +143,17 @@ def texts(source: Path, counts: Counts, max_bytes: int | None) -> Iterator[str]:
         counts.documents += 1
         counts.text_bytes += len(content)
         yield text
+
+
+def story(generator: random.Random) -> str:
+    """One line. What may follow is clear from the two words before, so that little training is enough."""
+    name, friend = generator.sample(NAMES, 2)
+    animal, place, thing, mood = (generator.choice(words) for words in (ANIMALS, PLACES, THINGS, MOODS))
+    return (
+        f"One day {name} walked to the {place}. There sat a {mood} {animal}, who asked: "
+        f'"Did you lose this {thing}?" "Yes!" cried {name}. They played until evening, then {friend} came, '
+        "and everyone went home happy.\n"
+    )
 
 
 def sources(source: Path) -> list[Path]:

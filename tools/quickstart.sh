@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # bash tools/quickstart.sh: from nothing to generated text in about five minutes on two CPU cores.
 #
-# Installs into .venv (or $YUAN_VENV); takes Python's own standard library as text; measures this machine;
-# partitions a small model unevenly over three different cards, simulated by processes of this machine; trains it;
-# writes text; and compares the forecast with the measurement. Files: data/ and runs/tiny/. Existing data is kept;
+# Installs into .venv (or $YUAN_VENV); takes little stories and Python's own standard library as text; measures this
+# machine; partitions a small model unevenly over three different cards, simulated by processes of this machine;
+# trains it; compares the forecast with the measurement; and writes a story. Files: data/ and runs/tiny/. Existing data is kept;
 # a runs/tiny of an earlier call is renamed, so that training starts from the first step.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -30,8 +30,8 @@ run=runs/tiny
 if [ -e data/corpus.idx ] && [ -e data/tokenizer/tokenizer.model ]; then
     echo "data/corpus and data/tokenizer exist and are kept"
 else
-    step "text: the source of Python's standard library" \
-        python tools/make_corpus.py --out data/corpus.jsonl --max-bytes 8000000
+    step "text: little stories, and the source of Python's standard library" \
+        python tools/make_corpus.py --out data/corpus.jsonl --max-bytes 2500000 --stories 1500
     step "a tokenizer of 4,000 words" \
         yuan-train tokenizer --input data/corpus.jsonl --vocab-size 4000 --out data/tokenizer
     step "text to tokens" \
@@ -52,9 +52,13 @@ step "partition the model over three different cards" \
     --out $run/plan.yaml --report $run/plan.html
 step "train: one process per card" \
     yuan-train launch --config $config --plan $run/plan.yaml
-step "write text" \
-    yuan-train generate --checkpoint $run/checkpoints --prompt "def " --max-new-tokens 40 --temperature 0.8 --seed 1
 step "results" \
     yuan-train show $run --out $run/report.html
+prompt="One day"
+words=(--prompt "$prompt" --max-new-tokens 40 --temperature 0.5 --seed 1)
+step "a story, half trained" \
+    yuan-train generate --checkpoint $run/checkpoints/step-00000025 "${words[@]}"
+step "a story, as trained" \
+    yuan-train generate --checkpoint $run/checkpoints "${words[@]}"
 echo
 echo "done in $SECONDS s; open $run/plan.html for the plan, $run/report.html for the run"

@@ -101,6 +101,21 @@ def test_the_corpus_tool_keeps_to_a_limit(tmp_path: Path) -> None:
     assert out.read_bytes() == kept
 
 
+def test_the_corpus_tool_tells_stories(tmp_path: Path) -> None:
+    """The same ones each time, among the sources."""
+    out = tmp_path / "corpus.jsonl"
+    source = make_sources(tmp_path / "source")
+    told: list[bytes] = []
+    for _ in range(2):
+        result = make_corpus("--out", out, "--source", source, "--stories", 3)
+        assert result.returncode == 0 and "2 documents, 24 bytes of text and 3 of stories" in result.stderr
+        told.append(out.read_bytes())
+    texts = [json.loads(line)["text"] for line in told[0].splitlines()]
+    stories = [text for text in texts if text.startswith("One day ")]
+    assert told[0] == told[1] and len(texts) == 5
+    assert [text.count("everyone went home happy.\n") for text in stories] == [20, 20, 20]
+
+
 def test_the_standard_library_has_text(tmp_path: Path) -> None:
     out = tmp_path / "corpus.jsonl"
     result = make_corpus("--out", out, "--max-bytes", 300_000)

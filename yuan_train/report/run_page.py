@@ -20,6 +20,8 @@ LAST_STEPS = 20
 GIB = 2.0**30
 MAX_TEXT = 400
 """Characters of an answer on the page."""
+MAX_QUOTED = 100
+"""Characters of an answer on a terminal."""
 MANY_TIMES = 10.0
 """So far above its forecast a time is told as a multiple: a rehearsal on processors takes thousands."""
 
@@ -120,6 +122,11 @@ def _summary(run: RunLog) -> list[tuple[str, str]]:
         found.append(("tokens", f"{last['tokens']:,} trained"))
     if last.get("skipped_steps"):
         found.append(("skipped", f"{last['skipped_steps']} steps, whose gradients were not finite"))
+    if answers := _first_and_last(run.samples):
+        found.append(("prompt", _quoted(answers[0][0].get("prompt"))))
+        for name, line in zip(("first answer", "last answer"), answers[0], strict=True):
+            reward = _cell(line.get("reward"))
+            found.append((name, f"{_quoted(line.get('text'))}, reward {reward}, step {line.get('step')}"))
     if last["step"] > first["step"] and last["step"] < run.num_steps:
         left = show_seconds((run.num_steps - last["step"]) * measured)
         found.append(("left", f"{left} at this speed"))
@@ -210,21 +217,32 @@ def _rank_row(share: RankShare) -> tuple[str, ...]:
 
 def _answers(samples: Sequence[Line]) -> str:
     """The first and the last answer to the same prompt, where there are both; then the last ones."""
+    shown = [line for both in _first_and_last(samples)[:3] for line in both]
+    shown += [line for line in samples[-8:] if line not in shown]
+    head = ("step", "prompt", "answer", "reward")
+    return table(
+        head, ([_cell(line.get(name)) for name in ("step", "prompt", "text", "reward")] for line in shown)
+    )
+
+
+def _first_and_last(samples: Sequence[Line]) -> list[tuple[Line, Line]]:
+    """Answers to the same prompt of two steps, those that lie farthest apart first."""
     first: dict[str, Line] = {}
     last: dict[str, Line] = {}
     for line in samples:
         prompt = str(line.get("prompt"))
         first.setdefault(prompt, line)
         last[prompt] = line
-    twice = [prompt for prompt in first if last[prompt].get("step") != first[prompt].get("step")]
-    # Those whose answers lie farthest apart.
-    twice.sort(key=lambda prompt: first[prompt].get("step", 0) - last[prompt].get("step", 0))
-    shown = [line for prompt in twice[:3] for line in (first[prompt], last[prompt])]
-    shown += [line for line in samples[-8:] if line not in shown]
-    head = ("step", "prompt", "answer", "reward")
-    return table(
-        head, ([_cell(line.get(name)) for name in ("step", "prompt", "text", "reward")] for line in shown)
-    )
+    found = [(first[prompt], last[prompt]) for prompt in first if first[prompt] is not last[prompt]]
+    found = [both for both in found if both[0].get("step") != both[1].get("step")]
+    found.sort(key=lambda both: both[0].get("step", 0) - both[1].get("step", 0))
+    return found
+
+
+def _quoted(text: object) -> str:
+    """On one line, cut where it is long."""
+    shown = repr(str(text))
+    return shown if len(shown) <= MAX_QUOTED else f"{shown[: MAX_QUOTED - 3]}..."
 
 
 def _cell(value: object) -> str:
