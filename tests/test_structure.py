@@ -36,7 +36,6 @@ MORE_PARAMETERS = {
     "yuan_train/hf_export/configuration_yuan.py: __init__": 32,
     "yuan_train/hf_export/modeling_yuan.py: forward": 9,
     "yuan_train/config/devices.py: _card": 8,
-    "yuan_train/planner/costs/shape.py: _qwen": 8,
     "yuan_train/data/loader.py: __init__": 9,
     "yuan_train/data/loader.py: open_corpora": 8,
     "yuan_train/data/preprocess.py: preprocess": 8,

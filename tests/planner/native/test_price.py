@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.drafts import draft_of
 from tests.planner.search.test_activations import of_short_cards
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_search import MODEL, card
@@ -27,7 +28,7 @@ from yuan_train.config.profile import (
 )
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.tables import Tables, draft_of, make_tables, plan_of
+from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.evaluate.tiers import TooFewResidentInPlan
 from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES

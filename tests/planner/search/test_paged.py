@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.drafts import draft_of
 from tests.planner.search.test_offload import BIG, memory_of, pipeline_of
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Disk, Host
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan, cost_stages
-from yuan_train.planner.evaluate.tables import draft_of, make_tables
+from yuan_train.planner.evaluate.tables import make_tables
 from yuan_train.planner.search.disks import with_disks
 
 DEEP = replace(BIG, num_layers=4)

@@ -72,50 +72,30 @@ class ModelShape:
         )
 
 
-def _llama(name: str, h: int, layers: int, f: int, n: int, d: int, *, tied: bool = False) -> ModelShape:
-    return ModelShape(
-        name=name,
-        hidden_size=h,
-        num_layers=layers,
-        ffn_hidden_size=f,
-        num_attention_heads=n,
-        num_key_value_heads=8,
-        head_dim=d,
-        vocab_size=128256,
-        tie_embeddings=tied,
-    )
+_COLUMNS = (
+    *("name", "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "tie_embeddings", "qkv_bias"),
+)
 
 
-def _qwen(name: str, h: int, layers: int, f: int, n: int, k: int, d: int, vocab: int) -> ModelShape:
-    """A Qwen 2.5: the models with the smaller vocabulary tie their embeddings."""
-    return ModelShape(
-        name=name,
-        hidden_size=h,
-        num_layers=layers,
-        ffn_hidden_size=f,
-        num_attention_heads=n,
-        num_key_value_heads=k,
-        head_dim=d,
-        vocab_size=vocab,
-        tie_embeddings=vocab == 151936,
-        qkv_bias=True,
-    )
+def _published(*sizes: Any) -> ModelShape:
+    return ModelShape(**dict(zip(_COLUMNS, sizes, strict=True)))
 
 
 PUBLISHED_SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        _qwen("Qwen2.5-0.5B", 896, 24, 4864, 14, 2, 64, 151936),
-        _qwen("Qwen2.5-1.5B", 1536, 28, 8960, 12, 2, 128, 151936),
-        _qwen("Qwen2.5-3B", 2048, 36, 11008, 16, 2, 128, 151936),
-        _qwen("Qwen2.5-7B", 3584, 28, 18944, 28, 4, 128, 152064),
-        _qwen("Qwen2.5-14B", 5120, 48, 13824, 40, 8, 128, 152064),
-        _qwen("Qwen2.5-32B", 5120, 64, 27648, 40, 8, 128, 152064),
-        _llama("Llama-3.2-1B", 2048, 16, 8192, 32, 64, tied=True),
-        _llama("Llama-3.2-3B", 3072, 28, 8192, 24, 128, tied=True),
-        _llama("Llama-3.1-8B", 4096, 32, 14336, 32, 128),
-        _llama("Llama-3.1-70B", 8192, 80, 28672, 64, 128),
-        _llama("Llama-3.1-405B", 16384, 126, 53248, 128, 128),
+        _published("Qwen2.5-0.5B", 896, 24, 4864, 14, 2, 64, 151936, True, True),
+        _published("Qwen2.5-1.5B", 1536, 28, 8960, 12, 2, 128, 151936, True, True),
+        _published("Qwen2.5-3B", 2048, 36, 11008, 16, 2, 128, 151936, True, True),
+        _published("Qwen2.5-7B", 3584, 28, 18944, 28, 4, 128, 152064, False, True),
+        _published("Qwen2.5-14B", 5120, 48, 13824, 40, 8, 128, 152064, False, True),
+        _published("Qwen2.5-32B", 5120, 64, 27648, 40, 8, 128, 152064, False, True),
+        _published("Llama-3.2-1B", 2048, 16, 8192, 32, 8, 64, 128256, True, False),
+        _published("Llama-3.2-3B", 3072, 28, 8192, 24, 8, 128, 128256, True, False),
+        _published("Llama-3.1-8B", 4096, 32, 14336, 32, 8, 128, 128256, False, False),
+        _published("Llama-3.1-70B", 8192, 80, 28672, 64, 8, 128, 128256, False, False),
+        _published("Llama-3.1-405B", 16384, 126, 53248, 128, 8, 128, 128256, False, False),
     )
 }
 """Sizes as their `config.json` has them; parameter counts equal the published ones."""
