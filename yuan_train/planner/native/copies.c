@@ -248,8 +248,8 @@ struct kept_bytes find_kept(const struct placement *own, const double *bytes)
             double size = bytes[key % own->what.leaving];
             now.card += copy == FETCH ? size : copy == EVICT ? -size : 0.0;
             now.host += copy == OFFLOAD ? size : 0.0;
-            most.card = fmax(most.card, now.card);
-            most.host = fmax(most.host, now.host);
+            most.card = max_of(most.card, now.card);
+            most.host = max_of(most.host, now.host);
         }
         int32_t step = own->step_at[i], kind = own->steps[step].kind, part = part_at(own, i);
         if (kind == BACKWARD_WEIGHT) {
@@ -258,7 +258,7 @@ struct kept_bytes find_kept(const struct placement *own, const double *bytes)
             int32_t key = own->steps[step].micro_batch * own->what.leaving + part;
             now.card += kind == FORWARD ? bytes[part] : splits ? 0.0 : -bytes[part];
             now.host -= kind != FORWARD && own->state[key] == AWAY ? bytes[part] : 0.0;
-            most.card = fmax(most.card, now.card);
+            most.card = max_of(most.card, now.card);
         }
     }
     return most;
@@ -270,11 +270,11 @@ static double run_copy(struct copy_clock *clock, int32_t copy, int32_t key, doub
     const struct placement *own = clock->placement;
     double seconds = clock->bytes[key % own->what.leaving] / clock->rate;
     if (copy == EVICT)
-        return fmax(now, clock->down[key]);
+        return max_of(now, clock->down[key]);
     if (copy == OFFLOAD)
-        clock->down[key] = clock->down_free = fmax(clock->down_free, now) + seconds;
+        clock->down[key] = clock->down_free = max_of(clock->down_free, now) + seconds;
     else
-        clock->up[key] = clock->up_free = fmax(clock->up_free, now) + seconds;
+        clock->up[key] = clock->up_free = max_of(clock->up_free, now) + seconds;
     return now;
 }
 
@@ -288,7 +288,7 @@ double run_parts(struct copy_clock *clock, double now, double seconds)
         for (; clock->copy < own->ends[position]; clock->copy++)
             now = run_copy(clock, own->copies[2 * clock->copy], own->copies[2 * clock->copy + 1], now);
         if (is_backward(kind) && part < own->what.leaving)
-            now = fmax(now, clock->up[batch * own->what.leaving + part]);
+            now = max_of(now, clock->up[batch * own->what.leaving + part]);
         if (is_in_parts(kind))
             now += seconds * (kind == FORWARD ? clock->forward : clock->backward)[part];
         else

@@ -30,7 +30,7 @@ enum { NUM_PLACED = 512 };
 /* Placements that were made, and when they were used; those from `kept` on are not made anew. */
 struct placements {
     struct placement made[NUM_PLACED];
-    int64_t used, kept, num_positions; /* all that were placed or run */
+    int64_t used, kept, num_positions; /* all that were placed, summed or run */
 };
 
 /* The two links of a worker in a run. */

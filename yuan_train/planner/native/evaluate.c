@@ -46,7 +46,7 @@ static double broadcast_seconds(const struct problem *problem, int32_t place, in
     double slowest = 0.0;
     for (int32_t i = 1; i < width; i++) {
         const struct route *route = &problem->routes[place * problem->num_places + place + i * step];
-        slowest = fmax(slowest, message_seconds(route, bytes, 1));
+        slowest = max_of(slowest, message_seconds(route, bytes, 1));
         if (!step)
             break;
     }
@@ -113,9 +113,8 @@ static void number_workers(struct evaluator *evaluator, const struct draft *draf
         evaluator->first[s + 1] = evaluator->first[s] + draft->stages[pipeline->first_stage + s].num_replicas;
 }
 
-/* A schedule of the pipeline's shape, made once; NULL without memory. */
 const struct schedule *find_schedule(struct evaluator *evaluator, const struct draft *draft,
-                                     const struct draft_pipeline *pipeline)
+                                     const struct draft_pipeline *pipeline, int with_operations)
 {
     int32_t stages = pipeline->num_stages, size = 3 + 2 * stages;
     const struct draft_stage *own = &draft->stages[pipeline->first_stage];
@@ -131,7 +130,8 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
     for (int32_t i = 0; i < size; i++)
         hash = (hash ^ (uint32_t)key[i]) * 16777619u;
     struct known *known = &evaluator->known[hash % NUM_KNOWN];
-    if (known->schedule && known->key[2] == stages && !memcmp(known->key, key, sizeof key))
+    int is_same = known->schedule && known->key[2] == stages && !memcmp(known->key, key, sizeof key);
+    if (is_same && (!with_operations || known->schedule->operations))
         return known->schedule;
     number_workers(evaluator, draft, pipeline);
     const int32_t *replicas = evaluator->first_replica + pipeline->first_stage;
@@ -149,7 +149,7 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
     };
     free_schedule(known->schedule);
     free(known->key);
-    known->schedule = make_schedule(&layout);
+    known->schedule = make_schedule(&layout, !with_operations);
     known->key = malloc(sizeof key);
     if (!known->schedule || !known->key) {
         free_schedule(known->schedule);
@@ -238,12 +238,9 @@ static int play_schedule(struct evaluator *evaluator, const struct draft *draft,
 {
     const struct draft_pipeline *pipeline = &draft->pipelines[p];
     struct played *played = &evaluator->played[p];
-    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
+    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline, 1);
     if (!schedule)
         return 1;
-    for (int32_t s = 0; s < pipeline->num_stages; s++)
-        if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE)
-            evaluator->prices[pipeline->first_stage + s].in_flight = schedule->held[s];
     if (make_room(played, schedule->num_messages + 2))
         return -1;
     figures->sent = played->messages;
@@ -307,8 +304,6 @@ static int play_all(struct evaluator *evaluator, const struct draft *draft)
             int32_t from = draft->pipelines[played->alike].first_stage;
             memcpy(evaluator->start + pipeline->first_stage, evaluator->start + from, bytes);
             memcpy(evaluator->end + pipeline->first_stage, evaluator->end + from, bytes);
-            for (int32_t s = 0; s < pipeline->num_stages; s++)
-                evaluator->prices[pipeline->first_stage + s].in_flight = evaluator->prices[from + s].in_flight;
         }
         if (failed)
             return failed;
@@ -339,7 +334,7 @@ static void add_measured(struct evaluator *evaluator, const int32_t *replicas, s
             ring->routes[way * count + i] = &problem->routes[places[0] * problem->num_places + places[1]];
             /* What a reduction takes of the compute goes by the owners' order. */
             double own = problem->routes[places[2] * problem->num_places + places[3]].compute_seconds;
-            ring->compute_seconds = fmax(ring->compute_seconds, count > 1 ? own : 0.0);
+            ring->compute_seconds = max_of(ring->compute_seconds, count > 1 ? own : 0.0);
         }
 }
 
@@ -352,7 +347,7 @@ static void find_library(const struct evaluator *evaluator, const int32_t *repli
         const struct pool *pool = &pools[evaluator->pool_of[replicas[i]]];
         has_two |= pool->backend != first->backend;
         is_simulated &= pool->is_simulated;
-        ring->copy_seconds = fmax(ring->copy_seconds, pool->copy_seconds);
+        ring->copy_seconds = max_of(ring->copy_seconds, pool->copy_seconds);
     }
     ring->is_gloo = is_simulated || has_two || !first->backend;
 }
@@ -460,7 +455,7 @@ static void make_buckets(struct evaluator *evaluator, const struct draft *draft)
     int32_t end = problem->num_units;
     double size = 0.0, largest = 0.0;
     for (int32_t u = 0; u < problem->num_units; u++)
-        largest = fmax(largest, problem->reduced[u]);
+        largest = max_of(largest, problem->reduced[u]);
     evaluator->num_transfers = evaluator->num_rings = evaluator->num_owners = 0;
     evaluator->num_ring_nodes = evaluator->num_ring_routes = 0;
     for (int32_t u = problem->num_units - 1; u >= 0; u--) {
@@ -504,10 +499,10 @@ static void find_times_of_units(struct evaluator *evaluator, const struct draft 
                     table_of_unit(problem, pipeline, &draft->stages[s], price, u);
                 const double *sums = draft->schedule == ZERO_BUBBLE ? table->weight : table->backward;
                 double seconds = sums[u + 1] - sums[u], end = evaluator->end[s] - below;
-                evaluator->complete[u] = fmax(evaluator->complete[u], end);
+                evaluator->complete[u] = max_of(evaluator->complete[u], end);
                 end -= problem->half_seconds * seconds;
-                evaluator->complete_early[u] = fmax(evaluator->complete_early[u], end);
-                evaluator->needed[u] = fmin(evaluator->needed[u], evaluator->start[s] + earlier);
+                evaluator->complete_early[u] = max_of(evaluator->complete_early[u], end);
+                evaluator->needed[u] = min_of(evaluator->needed[u], evaluator->start[s] + earlier);
                 below += seconds;
                 earlier += table->forward[u + 1] - table->forward[u];
             }
@@ -589,21 +584,21 @@ static int reduce_gradients(struct evaluator *evaluator, const struct draft *dra
         const double *complete = transfer->early > 0.0 ? evaluator->complete_early : evaluator->complete;
         transfer->ready = 0.0;
         for (int32_t u = transfer->first_unit; u < transfer->end_unit; u++)
-            transfer->ready = fmax(transfer->ready, complete[u]);
-        first = fmin(first, transfer->ready);
+            transfer->ready = max_of(transfer->ready, complete[u]);
+        first = min_of(first, transfer->ready);
     }
     memset(evaluator->work_end, 0, sizeof(double) * (size_t)evaluator->num_replicas);
     for (int32_t s = 0; s < draft->num_stages; s++)
         for (int32_t r = 0; r < draft->stages[s].num_replicas; r++)
             evaluator->work_end[evaluator->first_replica[s] + r] =
-                fmax(evaluator->work_end[evaluator->first_replica[s] + r], evaluator->end[s]);
+                max_of(evaluator->work_end[evaluator->first_replica[s] + r], evaluator->end[s]);
     if (find_changes(evaluator, draft, first) ||
         run_transfers(evaluator, draft->is_sharded ? REDUCE_SCATTER : ALL_REDUCE))
         return -1;
     for (int32_t i = 0; i < evaluator->num_transfers; i++)
-        *end = fmax(*end, evaluator->transfers[i].end);
+        *end = max_of(*end, evaluator->transfers[i].end);
     for (int32_t i = 0; i < evaluator->num_replicas; i++)
-        *end = fmax(*end, evaluator->work_end[i] + evaluator->slowed[i]);
+        *end = max_of(*end, evaluator->work_end[i] + evaluator->slowed[i]);
     return 0;
 }
 
@@ -624,7 +619,7 @@ static int gather_weights(struct evaluator *evaluator, double *wait)
     for (int32_t i = 0; i < count; i++) {
         const struct transfer *transfer = &evaluator->transfers[i];
         for (int32_t u = transfer->first_unit; u < transfer->end_unit; u++)
-            *wait = fmax(*wait, transfer->end - evaluator->needed[u]);
+            *wait = max_of(*wait, transfer->end - evaluator->needed[u]);
     }
     return 0;
 }
@@ -658,19 +653,87 @@ static double tied_seconds(struct evaluator *evaluator, const struct draft *draf
            ring_seconds(problem, ring, ALL_GATHER, size, sharers);
 }
 
-/* At least so long is a pipeline: a stage's first forward waits for those before it, and all its work follows; its last
- * gradient passes the stages before it, but where backwards are split. */
+/* At least so long is a pipeline of these times: a stage's first forward waits for those before it, and all its work
+ * follows; its last gradient passes the stages before it, but where backwards are split. */
 static double least_seconds(const struct evaluator *evaluator, const struct draft *draft, int32_t p)
 {
     const struct draft_pipeline *pipeline = &draft->pipelines[p];
     double longest = 0.0, before = 0.0;
     for (int32_t s = pipeline->first_stage; s < pipeline->first_stage + pipeline->num_stages; s++) {
         int32_t n = draft->stages[s].num_replicas, own = (pipeline->num_micro_batches + n - 1) / n;
-        double work = evaluator->prices[s].forward + evaluator->prices[s].backward;
-        longest = fmax(longest, before + own * work);
-        before += draft->schedule == ZERO_BUBBLE ? evaluator->prices[s].forward : work;
+        double work = evaluator->forward[s] + evaluator->backward[s];
+        longest = max_of(longest, before + own * work);
+        before += draft->schedule == ZERO_BUBBLE ? evaluator->forward[s] : work;
     }
     return longest;
+}
+
+/* The same of a pipeline whose messages and depths are known: a stage waits for its first gradient with no more forwards
+ * than it has micro-batches in flight, and after its last forward with no more backwards. */
+static double least_run(const struct evaluator *evaluator, const struct draft *draft, int32_t p)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    int32_t begin = pipeline->first_stage, last = begin + pipeline->num_stages - 1;
+    int waits = draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE, is_split = draft->schedule == ZERO_BUBBLE;
+    const double *forward = evaluator->forward, *backward = evaluator->backward;
+    const double *there = evaluator->send_activation, *back = evaluator->send_gradient;
+    double longest = 0.0, before = 0.0, down = 0.0;
+    for (int32_t s = begin; s < last; s++)
+        before += forward[s] + there[s] + (is_split ? 0.0 : backward[s] + back[s]);
+    for (int32_t s = last; s >= begin; s--) {
+        int32_t n = draft->stages[s].num_replicas, rounds = (pipeline->num_micro_batches + n - 1) / n;
+        int32_t others = evaluator->prices[s].in_flight - 1;
+        double first = max_of(0.0, down - others * forward[s]), end = max_of(0.0, down - others * backward[s]);
+        double idle = !waits ? 0.0 : rounds > others + 1 ? first + end : max_of(first, end);
+        longest = max_of(longest, before + rounds * (forward[s] + backward[s]) + idle);
+        if (s == begin)
+            break;
+        before -= forward[s - 1] + there[s - 1] + (is_split ? 0.0 : backward[s - 1] + back[s - 1]);
+        down += forward[s] + backward[s] + there[s - 1] + back[s - 1];
+    }
+    /* Sums in another order than a run's. */
+    return longest * (1.0 - 1e-9);
+}
+
+/* Seconds of a stage's units, without recompute, on the replica that takes most; 1 if it cannot be. */
+static int find_least_times(struct evaluator *evaluator, const struct draft_stage *stage, int32_t size, int32_t first,
+                            int32_t end, int32_t number)
+{
+    const struct problem *problem = evaluator->problem;
+    double forward = INFINITY, work = 0.0;
+    for (int32_t r = 0; r < stage->num_replicas; r++) {
+        int32_t place = problem->pools[stage->pools[r]].first_place;
+        const struct unit_table *table = table_of(problem, place, stage->width, size, 0);
+        if (!table)
+            return 1;
+        double own = table->forward[end] - table->forward[first];
+        forward = min_of(forward, own);
+        work = max_of(work, own + (table->backward[end] - table->backward[first]));
+    }
+    evaluator->forward[number] = forward;
+    evaluator->backward[number] = work - forward;
+    return 0;
+}
+
+double least_step(struct evaluator *evaluator, const struct draft *draft)
+{
+    int32_t units = evaluator->problem->num_units;
+    double longest = 0.0;
+    for (int32_t p = 0; evaluator->recompute_costs && p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        int32_t first = 0, next = 1, last = pipeline->num_stages - 1;
+        for (int32_t s = 0; s <= last; s++, first = next) {
+            const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+            next += stage->layers;
+            if (stage->layers < 0 || next >= units ||
+                find_least_times(evaluator, stage, pipeline->size, first, s == last ? units : next,
+                                 pipeline->first_stage + s))
+                return INFINITY;
+        }
+        longest = max_of(longest, least_seconds(evaluator, draft, p));
+    }
+    /* Sums in another order than a price's. */
+    return longest * (1.0 - 1e-9);
 }
 
 /* --- the step --------------------------------------------------------------------------------------------- */
@@ -681,9 +744,9 @@ static void put_on_disks(struct stage_price *price)
     double over = price->host_bytes - price->host_capacity;
     if (over <= 0.0 || price->disk_bytes <= 0.0)
         return;
-    double moved = fmin(over + price->disk_slots, price->disk_bytes);
+    double moved = min_of(over + price->disk_slots, price->disk_bytes);
     price->host_bytes += price->disk_slots - moved;
-    price->update = fmax(price->update, moved * price->disk_seconds);
+    price->update = max_of(price->update, moved * price->disk_seconds);
 }
 
 static void sum_up(struct evaluator *evaluator, const struct draft *draft, struct price *price)
@@ -692,38 +755,40 @@ static void sum_up(struct evaluator *evaluator, const struct draft *draft, struc
     for (int32_t s = 0; s < draft->num_stages; s++) {
         struct stage_price *own = &evaluator->prices[s];
         put_on_disks(own);
-        price->compute = fmax(price->compute, evaluator->end[s]);
-        price->update = fmax(price->update, own->update);
-        double over = fmax(0.0, own->memory - own->capacity) + fmax(0.0, own->host_bytes - own->host_capacity);
+        price->compute = max_of(price->compute, evaluator->end[s]);
+        price->update = max_of(price->update, own->update);
+        double over = max_of(0.0, own->memory - own->capacity) + max_of(0.0, own->host_bytes - own->host_capacity);
         price->over += over * draft->stages[s].num_replicas;
     }
 }
 
-/* The price of a draft; `is_realised`: the prices of its stages are there, with what their schedules hold. */
-static int price_step(struct evaluator *evaluator, const struct draft *draft, double limit, int is_realised,
-                      struct price *price)
+int price_realised(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price)
 {
     price->stages = evaluator->prices;
     price->reduce = price->sync = price->tied = 0.0;
-    int failed = is_realised ? 0 : price_stages(evaluator, draft);
+    int failed = sum_over_workers(evaluator, draft), does_not_fit = 0;
+    double update = 0.0;
     if (failed)
         return failed;
     for (int32_t s = 0; s < draft->num_stages; s++) {
-        evaluator->forward[s] = evaluator->prices[s].forward;
-        evaluator->backward[s] = evaluator->prices[s].backward;
-        evaluator->weight[s] = evaluator->prices[s].weight;
+        const struct stage_price *own = &evaluator->prices[s];
+        does_not_fit |= own->memory > own->capacity;
+        update = max_of(update, own->update);
+        evaluator->forward[s] = own->forward;
+        evaluator->backward[s] = own->backward;
+        evaluator->weight[s] = own->weight;
     }
     for (int32_t p = 0; limit < INFINITY && p < draft->num_pipelines; p++)
-        if (least_seconds(evaluator, draft, p) > limit) {
-            price->step = least_seconds(evaluator, draft, p);
+        if (least_seconds(evaluator, draft, p) > limit)
             return 2;
-        }
     evaluator->num_played++;
+    if (does_not_fit && limit < MISFIT)
+        return 2;
     price_messages(evaluator, draft);
+    for (int32_t p = 0; limit < MISFIT && p < draft->num_pipelines; p++)
+        if (least_run(evaluator, draft, p) + update > limit)
+            return 2;
     if ((failed = play_all(evaluator, draft)))
-        return failed;
-    if (draft->schedule != ONE_F_ONE_B && draft->schedule != GPIPE && !is_realised &&
-        ((failed = price_stages(evaluator, draft)) || (failed = sum_over_workers(evaluator, draft))))
         return failed;
     sum_up(evaluator, draft, price);
     price->step = price->compute + price->update;
@@ -746,12 +811,8 @@ static int price_step(struct evaluator *evaluator, const struct draft *draft, do
 
 int price_draft(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price)
 {
-    return price_step(evaluator, draft, limit, 0, price);
-}
-
-int price_realised(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price)
-{
-    return price_step(evaluator, draft, limit, draft->schedule != INTERLEAVED, price);
+    int failed = price_stages(evaluator, draft);
+    return failed ? failed : price_realised(evaluator, draft, limit, price);
 }
 
 static void take_memory(struct evaluator *evaluator)
@@ -798,6 +859,27 @@ static void take_memory(struct evaluator *evaluator)
     evaluator->run = make_run(problem, arena);
 }
 
+/* Whether no unit takes less time under any recompute than without; measured times may. */
+static int recompute_costs(const struct problem *problem)
+{
+    int32_t rows = problem->num_places * NUM_WIDTHS * NUM_SIZES;
+    for (int32_t i = 0; i < rows * NUM_RECOMPUTES; i++) {
+        int32_t own = problem->table_of[i], plain = problem->table_of[i / NUM_RECOMPUTES * NUM_RECOMPUTES];
+        if (own < 0 || own == plain)
+            continue;
+        if (plain < 0)
+            return 0;
+        const struct unit_table *a = &problem->tables[own], *b = &problem->tables[plain];
+        for (int32_t u = 0; u < problem->num_units; u++) {
+            double there = a->forward[u + 1] - a->forward[u], back = a->backward[u + 1] - a->backward[u];
+            if (there < (b->forward[u + 1] - b->forward[u]) * (1.0 - 1e-9) ||
+                back < (b->backward[u + 1] - b->backward[u]) * (1.0 - 1e-9))
+                return 0;
+        }
+    }
+    return 1;
+}
+
 struct evaluator *make_evaluator(const struct problem *problem)
 {
     struct evaluator *volatile made = calloc(1, sizeof(struct evaluator));
@@ -809,6 +891,7 @@ struct evaluator *make_evaluator(const struct problem *problem)
         return NULL;
     }
     take_memory(made);
+    made->recompute_costs = recompute_costs(problem);
     return made;
 }
 

@@ -6,6 +6,10 @@
 #include "evaluate.h"
 #include "memory.h"
 
+/* Steps of drafts that do not fit are above this, and of those that cannot be, or are too long, above all. */
+#define MISFIT 1e9
+#define IMPOSSIBLE 1e30
+
 /* One card of each owner of a bucket, by node as communication libraries go: what its links are. There are as many
  * rings as the narrowest owner has cards, and as many ways as rings that may take unlike times. */
 struct ring {
@@ -50,6 +54,7 @@ struct evaluator {
     const struct problem *problem;
     struct arena arena;
     int64_t num_played;                   /* drafts that were simulated */
+    int recompute_costs;                  /* whether no unit takes less time where it is recomputed */
     int is_searching;                     /* refuse pipelines under 1F1B whose schedule would have to be made */
     struct stage_price *prices;           /* [stages], `most_stages` as all below that say stages */
     int32_t *stage_of;                    /* [pipelines, units] */
@@ -99,8 +104,9 @@ double memory_of_worker(const struct evaluator *evaluator, const struct draft_pi
 /* Let the price of each stage have what all stages of its worker take together, as `stage_cost.sum_over_cards`; 0, or 1
  * for a draft that has no schedule. */
 int sum_over_workers(struct evaluator *evaluator, const struct draft *draft);
-/* Micro-batches in flight of 1F1B and GPipe, by formula; see `schedule/in_flight.py`. */
-void find_in_flight(const struct draft *draft, const struct draft_pipeline *pipeline, struct stage_price *prices);
+/* Micro-batches in flight of the stages of a pipeline, of 1F1B and GPipe by formula, see `schedule/in_flight.py`; 1 if it
+ * has no schedule. */
+int find_in_flight(struct evaluator *evaluator, const struct draft *draft, const struct draft_pipeline *pipeline);
 /* Of one stage, whose holders and micro-batches in flight are known; 1 if one of its groups cannot be, or if too few
  * parts may stay on its cards; -1 without memory. */
 int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t p, int32_t s);
@@ -109,15 +115,18 @@ void find_depths(struct evaluator *evaluator, const struct draft *draft, const s
 int sends_away(const struct draft *draft, const struct draft_pipeline *pipeline);
 /* The clocks of a pipeline's workers, into `clocks`; 0, or as `price_stage`. */
 int set_clocks(struct evaluator *evaluator, const struct draft *draft, int32_t p);
-/* A schedule of the pipeline's shape, made once; NULL without memory. `depths` must be found under 1F1B. */
+/* A schedule of the pipeline's shape, made once, its operations only if they are wanted; NULL without memory. `depths`
+ * must be found under 1F1B. */
 const struct schedule *find_schedule(struct evaluator *evaluator, const struct draft *draft,
-                                     const struct draft_pipeline *pipeline);
+                                     const struct draft_pipeline *pipeline, int with_operations);
 /* 0, or 1 for a draft that has no price. */
 int price_stages(struct evaluator *evaluator, const struct draft *draft);
 /* Of a group whose first card is at this place. */
 const struct unit_table *table_of(const struct problem *problem, int32_t place, int32_t width, int32_t size,
                                   int32_t recompute);
-/* As `price_draft`, of a draft that was realised last: its stages are priced already, but for virtual ones. */
+/* What a draft's step takes at least, before it is realised; infinite for one that cannot be. */
+double least_step(struct evaluator *evaluator, const struct draft *draft);
+/* As `price_draft`, of a draft that was realised last: its stages are priced already. */
 int price_realised(struct evaluator *evaluator, const struct draft *draft, double limit, struct price *price);
 double message_seconds(const struct route *route, double bytes, int32_t sharers);
 double ring_seconds(const struct problem *problem, const struct ring *ring, enum collective collective,

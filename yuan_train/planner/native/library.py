@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-std=c11", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra")
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra")
 ZIG = (sys.executable, "-m", "ziglang", "cc")
 """The C compiler of the package ziglang, for machines that have none of their own."""
 BUILD_SECONDS = 300

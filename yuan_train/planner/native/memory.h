@@ -74,4 +74,15 @@ static inline int64_t pop(struct heap *heap)
     return least;
 }
 
+/* As `fmax` and `fmin` of numbers, without a call. */
+static inline double max_of(double a, double b)
+{
+    return a > b ? a : b;
+}
+
+static inline double min_of(double a, double b)
+{
+    return a < b ? a : b;
+}
+
 #endif

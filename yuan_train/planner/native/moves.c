@@ -511,7 +511,7 @@ static int change_state_share(struct search *search, struct draft *draft, int32_
         return 0;
     share = draw(search, 8) ? floor(STEPS * share + 0.5) / STEPS : 1.0;
     for (int32_t i = 0; i < count; i++)
-        stages_of(draft, search->members[i])[s].share = fmin(fmax(share, 1.0 / STEPS), 64.0);
+        stages_of(draft, search->members[i])[s].share = min_of(max_of(share, 1.0 / STEPS), 64.0);
     return 2;
 }
 
@@ -910,10 +910,11 @@ int draw_start(struct search *search, struct draft *draft)
     for (int32_t p = 0; p < pipelines; p++)
         draft->pipelines[p] = (struct draft_pipeline){size, total / pipelines + (p < total % pipelines), 0, 0};
     deal_types(search, draft);
-    int32_t offloads = search->space->may_offload ? draw(search, 8) : 0;
+    /* Where there are hosts, cards alone were searched before. */
+    int32_t offloads = search->space->may_offload ? draw(search, 4) : 0;
     int16_t may_offload = (int16_t)(offloads < NUM_OFFLOADS ? offloads : NO_OFFLOAD);
     struct draft_stage wanted = {0};
-    if (search->space->may_send && draw(search, 3) == 0)
+    if (search->space->may_send && draw(search, 3))
         draw_sending(search, &wanted);
     for (int32_t s = 0; s < draft->num_stages; s++) {
         draft->stages[s].may_offload = may_offload;

@@ -17,7 +17,7 @@ static double interpolate(const struct route *route, double bytes)
         after++;
     double slope = (seconds[after] - seconds[after - 1]) / (sizes[after] - sizes[after - 1]);
     if (bytes > sizes[last])
-        return seconds[last] + fmax(slope, 0.0) * (bytes - sizes[last]);
+        return seconds[last] + max_of(slope, 0.0) * (bytes - sizes[last]);
     return seconds[after - 1] + slope * (bytes - sizes[after - 1]);
 }
 
@@ -27,15 +27,15 @@ static double wire_seconds(const struct route *route, double bytes, int32_t shar
     double start = route->latency, alone = start + bytes / route->stream_rate, together;
     if (route->num_sizes) {
         alone = interpolate(route, bytes);
-        start = fmin(alone, route->seconds[0]);
+        start = min_of(alone, route->seconds[0]);
     }
     if (flows == 1)
         return alone;
     if (route->shared_rate > 0.0)
         together = bytes * flows / route->shared_rate;
     else
-        together = fmin((alone - start) * flows, bytes * flows / route->rate);
-    return start + fmax(alone - start, together);
+        together = min_of((alone - start) * flows, bytes * flows / route->rate);
+    return start + max_of(alone - start, together);
 }
 
 double message_seconds(const struct route *route, double bytes, int32_t sharers)
@@ -62,7 +62,7 @@ static double wire_of_ring(const struct ring *ring, int32_t way, enum collective
     static const double GLOO_REDUCED_ONCE = 1.8e6;
     double k = ring->all_cards;
     if (collective == REDUCE_SCATTER && ring->is_gloo && ring->all_cards > 2) {
-        double again = fmax(0.0, bytes / k - GLOO_REDUCED_ONCE * k);
+        double again = max_of(0.0, bytes / k - GLOO_REDUCED_ONCE * k);
         return k * slowest_link(ring, way, ((k * k - 1) / (k * k) * bytes + again) / k, sharers);
     }
     double around = (k - 1) * slowest_link(ring, way, bytes / k, sharers);
@@ -75,7 +75,7 @@ static double wire_of_ring(const struct ring *ring, int32_t way, enum collective
         levels++;
     int32_t hops = levels + ring->most_in_node - 1;
     double last = slowest_link(ring, way, bytes, sharers), start = slowest_link(ring, way, 0.0, sharers);
-    return fmin(2 * around, 2 * (last + (hops - 1) * start));
+    return min_of(2 * around, 2 * (last + (hops - 1) * start));
 }
 
 double ring_seconds(const struct problem *problem, const struct ring *ring, enum collective collective,
@@ -201,8 +201,8 @@ static void slow_down(struct evaluator *evaluator, const struct transfer *transf
     for (int32_t c = 0; c < transfer->ring->num_cards; c++) {
         int32_t replica = transfer->replicas[c];
         double *slowed = &evaluator->slowed[replica];
-        double hidden = seconds - fmax(0.0, transfer->end - evaluator->work_end[replica] - *slowed);
-        *slowed += transfer->compute * fmax(0.0, hidden) / seconds;
+        double hidden = seconds - max_of(0.0, transfer->end - evaluator->work_end[replica] - *slowed);
+        *slowed += transfer->compute * max_of(0.0, hidden) / seconds;
     }
 }
 
@@ -212,7 +212,7 @@ static void wait_until(struct run *run, const struct evaluator *evaluator, int32
     const struct transfer *transfer = &evaluator->transfers[i];
     double slowed = 0.0;
     for (int32_t c = 0; evaluator->problem->is_measured && c < transfer->ring->num_cards; c++)
-        slowed = fmax(slowed, evaluator->slowed[transfer->replicas[c]]);
+        slowed = max_of(slowed, evaluator->slowed[transfer->replicas[c]]);
     double ready = transfer->ready + slowed;
     run->due[run->num_waiting] = run->now > ready ? run->now : ready;
     run->waiting[run->num_waiting++] = i;
@@ -224,8 +224,8 @@ static void start_ready(struct evaluator *evaluator)
     if (!run->num_active) {
         double first = INFINITY;
         for (int32_t i = 0; i < run->num_waiting; i++)
-            first = fmin(first, run->due[i]);
-        run->now = fmax(run->now, first);
+            first = min_of(first, run->due[i]);
+        run->now = max_of(run->now, first);
     }
     int32_t left = 0;
     for (int32_t i = 0; i < run->num_waiting; i++) {
@@ -277,12 +277,12 @@ static int32_t advance(struct evaluator *evaluator, enum collective collective)
     double until = INFINITY;
     for (int32_t i = 0; i < run->num_active; i++) {
         run->done[i] = end_of(evaluator, collective, run->active[i]);
-        until = fmin(until, run->done[i]);
+        until = min_of(until, run->done[i]);
     }
     for (int32_t i = 0; i < run->num_waiting; i++)
-        until = fmin(until, run->due[i]);
+        until = min_of(until, run->due[i]);
     if (run->next_change < evaluator->num_changes)
-        until = fmin(until, evaluator->changes[run->next_change].time);
+        until = min_of(until, evaluator->changes[run->next_change].time);
     int32_t left = 0, active = run->num_active, through = 0;
     double before = run->now;
     run->now = until;

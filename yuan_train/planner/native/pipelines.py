@@ -96,7 +96,7 @@ class _Figures(ctypes.Structure):
 def _core() -> ctypes.CDLL:
     core = load_library()
     for name, result, arguments in (
-        ("make_schedule", POINTER(_Schedule), [POINTER(_Layout)]),
+        ("make_schedule", POINTER(_Schedule), [POINTER(_Layout), c_int]),
         ("free_schedule", None, [POINTER(_Schedule)]),
         ("run_schedule", c_int, [POINTER(_Schedule), POINTER(_Times), c_int, POINTER(_Figures)]),
         (
@@ -178,7 +178,7 @@ def native_schedule(
         _integers(flat),
         None if in_flight is None else _integers(in_flight),
     )
-    return NativeSchedule(_core().make_schedule(byref(layout)))
+    return NativeSchedule(_core().make_schedule(byref(layout), 0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,9 +84,9 @@ static void least_of_unit(const struct proof *proof, int32_t i, int32_t u, doubl
                 if (!table)
                     continue;
                 double own = table->backward[u + 1] - table->backward[u], f = table->forward[u + 1] - table->forward[u];
-                *forward = fmin(*forward, f);
-                *both = fmin(*both, f + own);
-                *back = fmin(*back, proof->is_split ? own - (table->weight[u + 1] - table->weight[u]) : own);
+                *forward = min_of(*forward, f);
+                *both = min_of(*both, f + own);
+                *back = min_of(*back, proof->is_split ? own - (table->weight[u + 1] - table->weight[u]) : own);
             }
 }
 
@@ -101,10 +101,10 @@ static void find_least(struct proof *proof)
         for (int32_t i = 0; i < proof->shape->num_slots; i++) {
             double f, b, both;
             least_of_unit(proof, i, u, &f, &b, &both);
-            forward = fmin(forward, f);
-            back = fmin(back, b);
+            forward = min_of(forward, f);
+            back = min_of(back, b);
             if (u >= 1 && u <= layers)
-                proof->layer_seconds[i] = fmin(proof->layer_seconds[i], both * rounds_of(proof, slot_at(proof, i)));
+                proof->layer_seconds[i] = min_of(proof->layer_seconds[i], both * rounds_of(proof, slot_at(proof, i)));
         }
         proof->forward[u + 1] = proof->forward[u] + forward;
         proof->both[u + 1] = proof->both[u] + forward + back;
@@ -121,14 +121,14 @@ static double least_message(const struct proof *proof, int32_t i, int32_t j, int
         for (int32_t kind = 0; kind < NUM_RECOMPUTES; kind++)
             for (int32_t r = 0; r < slot_at(proof, i)->num_replicas; r++)
                 if (table_at(proof, i, p, r, kind))
-                    bytes = fmin(bytes, table_at(proof, i, p, r, kind)->output[u]);
+                    bytes = min_of(bytes, table_at(proof, i, p, r, kind)->output[u]);
         for (int32_t r = 0; r < slot_at(proof, i)->num_replicas; r++)
             for (int32_t q = 0; q < slot_at(proof, j)->num_replicas; q++) {
                 int32_t a = problem->pools[pool_at(proof, i, p, r)].first_place;
                 int32_t b = problem->pools[pool_at(proof, j, p, q)].first_place;
                 const struct route *there = &problem->routes[a * problem->num_places + b];
                 const struct route *back = &problem->routes[b * problem->num_places + a];
-                least = fmin(least, fmin(message_seconds(there, bytes, 1), message_seconds(back, bytes, 1)));
+                least = min_of(least, min_of(message_seconds(there, bytes, 1), message_seconds(back, bytes, 1)));
             }
     }
     return least;
@@ -143,7 +143,7 @@ static void find_messages(struct proof *proof)
             for (int32_t u = 0; u < proof->units - 1 && i != j; u++) {
                 double own = least_message(proof, i, j, u);
                 proof->messages[(i * slots + j) * proof->units + u] = own;
-                proof->message = fmin(proof->message, own);
+                proof->message = min_of(proof->message, own);
             }
 }
 
@@ -207,10 +207,10 @@ static void fill_entry(struct proof *proof, int32_t s, int32_t depth, struct ent
             price->memory > price->capacity || price->host_bytes > price->host_capacity)
             return;
         moved |= draft->stages[p * proof->num_stages + s].offload > 0.0;
-        entry->forward = fmin(entry->forward, price->forward);
-        entry->backward = fmin(entry->backward, price->backward);
-        entry->weight = fmax(entry->weight, price->weight);
-        entry->update = fmax(entry->update, price->update);
+        entry->forward = min_of(entry->forward, price->forward);
+        entry->backward = min_of(entry->backward, price->backward);
+        entry->weight = max_of(entry->weight, price->weight);
+        entry->update = max_of(entry->update, price->update);
     }
     /* What moves nothing to hosts is the other way. */
     entry->state = proof->ways[s] && !moved ? 2 : 1;
@@ -239,13 +239,13 @@ static struct tail put_before(const struct proof *proof, int32_t s, int32_t end,
     }
     double down = after->chain + 2.0 * message, work = rounds * (f + own);
     if (!proof->is_split) {
-        double begin = fmax(0.0, down - (held - 1) * f), last = fmax(0.0, down - (held - 1) * b);
-        work += rounds > held ? begin + last : fmax(begin, last);
+        double begin = max_of(0.0, down - (held - 1) * f), last = max_of(0.0, down - (held - 1) * b);
+        work += rounds > held ? begin + last : max_of(begin, last);
     }
-    struct tail tail = {.chain = down + f + own, .update = fmax(after->update, entry->update),
+    struct tail tail = {.chain = down + f + own, .update = max_of(after->update, entry->update),
                         .rest = after->rest, .depth = after->depth};
-    tail.round = fmax(fmax(work, tail.chain), after->round > 0.0 ? after->round + 2.0 * message + f + own : 0.0);
-    tail.forward = fmax(rounds * (f + b), after->forward > 0.0 ? after->forward + message + f : 0.0);
+    tail.round = max_of(max_of(work, tail.chain), after->round > 0.0 ? after->round + 2.0 * message + f + own : 0.0);
+    tail.forward = max_of(rounds * (f + b), after->forward > 0.0 ? after->forward + message + f : 0.0);
     return tail;
 }
 
@@ -254,7 +254,7 @@ static double bound_of(const struct proof *proof, const struct tail *tail, int32
 {
     double there = proof->forward[first] + s * proof->message;
     double both = proof->both[first] + 2.0 * s * proof->message;
-    return fmax(tail->round + (s ? both : 0.0), tail->forward + (s ? there : 0.0)) + tail->update;
+    return max_of(tail->round + (s ? both : 0.0), tail->forward + (s ? there : 0.0)) + tail->update;
 }
 
 /* Whether the fastest free slots have time for so many layers in `count` stages. */
@@ -264,8 +264,8 @@ static int have_time(const struct proof *proof, int32_t count, int32_t layers, d
     for (int32_t i = 0; i < proof->shape->num_slots; i++) {
         if (proof->used[i])
             continue;
-        double most = (proof->state->best - update) * (1.0 + 1e-9) / fmax(proof->layer_seconds[i], 1e-300);
-        int32_t cap = most < layers ? (int32_t)fmax(most, 0.0) : layers, j = num_free++;
+        double most = (proof->state->best - update) * (1.0 + 1e-9) / max_of(proof->layer_seconds[i], 1e-300);
+        int32_t cap = most < layers ? (int32_t)max_of(most, 0.0) : layers, j = num_free++;
         for (; j > 0 && caps[j - 1] < cap; j--)
             caps[j] = caps[j - 1];
         caps[j] = cap;
@@ -368,10 +368,11 @@ static int find_held(struct proof *proof)
     write_draft(proof, proof->num_stages);
     if (find_holders(evaluator, &proof->draft))
         return 1;
-    const struct schedule *schedule = find_schedule(evaluator, &proof->draft, &proof->draft.pipelines[0]);
-    for (int32_t s = 0; schedule && s < proof->num_stages; s++)
-        proof->in_flight[s] = schedule->held[s];
-    return schedule == NULL;
+    if (find_in_flight(evaluator, &proof->draft, &proof->draft.pipelines[0]))
+        return 1;
+    for (int32_t s = 0; s < proof->num_stages; s++)
+        proof->in_flight[s] = evaluator->prices[s].in_flight;
+    return 0;
 }
 
 static int is_uniform(const struct proof_shape *shape)

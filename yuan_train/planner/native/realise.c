@@ -23,20 +23,6 @@ static void find_lawful_depths(const struct search *search, const struct draft *
     }
 }
 
-/* How many micro-batches the stages of a pipeline hold at once; 1 if it has no schedule. */
-static int hold(struct search *search, const struct draft *draft, const struct draft_pipeline *pipeline)
-{
-    struct stage_price *prices = search->evaluator->prices;
-    if (draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE) {
-        find_in_flight(draft, pipeline, prices);
-        return 0;
-    }
-    const struct schedule *schedule = find_schedule(search->evaluator, draft, pipeline);
-    for (int32_t s = 0; schedule && s < pipeline->num_stages; s++)
-        prices[pipeline->first_stage + s].in_flight = schedule->held[s];
-    return schedule == NULL;
-}
-
 /* The fewest layers, of a kind of recompute, with which a stage fits; 0 if none do. */
 static int32_t least_recomputed(struct search *search, struct draft *draft, int32_t p, int32_t s, int32_t kind)
 {
@@ -73,7 +59,7 @@ static void offload_some(struct search *search, struct draft *draft, int32_t p, 
     if (most <= 0.0)
         stage->offload = 0.0;
     else if (needed < most)
-        stage->offload = fmin(1.0, ceil(1000.0 * needed / most) / 1000.0);
+        stage->offload = min_of(1.0, ceil(1000.0 * needed / most) / 1000.0);
 }
 
 static double mean_of_layers(const struct problem *problem, const double *sums)
@@ -188,7 +174,7 @@ int realise_draft(struct search *search, struct draft *draft)
     if (find_holders(evaluator, draft))
         return 1;
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
-        if (hold(search, draft, &draft->pipelines[p]))
+        if (find_in_flight(evaluator, draft, &draft->pipelines[p]))
             return 1;
         int is_virtual = has_virtual_stages(draft, &draft->pipelines[p]);
         if (is_virtual && fit_workers(search, draft, p))
@@ -236,7 +222,7 @@ static int find_slowest(struct search *search, const struct draft_stage *stage, 
             *plain = own;
             *least = table_of(problem, pool->first_place, stage->width, size, kind);
         }
-        dealt->room = fmin(dealt->room, pool->limit - pool->reserved);
+        dealt->room = min_of(dealt->room, pool->limit - pool->reserved);
     }
     return *plain && *least;
 }
@@ -297,13 +283,13 @@ static double seconds_with(const struct dealt *dealt, int32_t layers)
 {
     double over = layers * dealt->bytes - dealt->room, more = INFINITY;
     if (layers * dealt->least_bytes > dealt->room)
-        return MISFIT * (1.0 + layers * dealt->least_bytes / fmax(dealt->room, 1.0));
+        return MISFIT * (1.0 + layers * dealt->least_bytes / max_of(dealt->room, 1.0));
     /* As many layers are recomputed as need be, of the kind that takes less for it. */
     const double kinds[2][2] = {{dealt->least_seconds, dealt->least_bytes}, {dealt->some_seconds, dealt->some_bytes}};
     for (int i = 0; i < 2 && over > 0.0; i++) {
         double saved = dealt->bytes - kinds[i][1];
         if (saved * layers >= over)
-            more = fmin(more, ceil(over / saved) * (kinds[i][0] - dealt->seconds));
+            more = min_of(more, ceil(over / saved) * (kinds[i][0] - dealt->seconds));
     }
     more = over > 0.0 ? more : 0.0;
     return (dealt->ends + layers * dealt->seconds + more) / dealt->num_replicas;
@@ -346,7 +332,7 @@ static double period(struct search *search, const struct draft *draft, int32_t p
         struct dealt dealt;
         begin_dealing(search, draft, p, s, 1, &dealt);
         double own = dealt.ends + draft->stages[pipeline->first_stage + s].layers * dealt.seconds;
-        longest = fmax(longest, own / dealt.num_replicas);
+        longest = max_of(longest, own / dealt.num_replicas);
     }
     return longest / search->problem->sizes[pipeline->size];
 }

@@ -141,7 +141,7 @@ static void repeat(struct rounds *run, int32_t rounds, double seconds)
     run->figures->sent_from = 0.0;
     for (int32_t stage = 0; stage < run->num_stages; stage++) {
         run->done[stage] += rounds;
-        run->figures->sent_from = fmax(run->figures->sent_from, fmax(run->link[stage], run->back_link[stage]));
+        run->figures->sent_from = max_of(run->figures->sent_from, max_of(run->link[stage], run->back_link[stage]));
     }
 }
 
@@ -297,7 +297,7 @@ static void read_figures(const struct replicated *run)
         for (int32_t r = 0; r < n; r++) {
             int32_t worker = run->first[stage] + r, own = run->count > r ? (run->count - r + n - 1) / n : 0;
             run->figures->worker_end[worker] = run->free[worker];
-            run->figures->stage_end[stage] = fmax(run->figures->stage_end[stage], run->free[worker]);
+            run->figures->stage_end[stage] = max_of(run->figures->stage_end[stage], run->free[worker]);
             run->figures->busy[worker] = own * (run->times->forward[stage] + run->times->backward[stage]);
         }
     }
@@ -322,9 +322,12 @@ int run_replicated_rounds(int32_t num_stages, int32_t num_micro_batches, const i
     figures->num_sent = 0;
     figures->sent_from = -1.0;
     for (int32_t k = 0; k < num_micro_batches && !failed; k++) {
-        for (int32_t stage = 0; stage < num_stages; stage++)
-            for (int32_t r = 0; r < first[stage + 1] - first[stage]; r++)
+        for (int32_t stage = 0; stage < num_stages; stage++) {
+            /* After the first round there is more to do for the replica alone whose backward was the last. */
+            int32_t n = first[stage + 1] - first[stage], r = k ? (k - 1) % n : 0;
+            for (int32_t end = k ? r + 1 : n; r < end; r++)
                 failed |= !run_own_forwards(&run, stage, r, k);
+        }
         run_backwards(&run, k);
     }
     read_figures(&run);

@@ -364,7 +364,7 @@ static void count_held(struct schedule *schedule, const struct layout *layout, c
         }
 }
 
-static void fill(struct schedule *schedule, const struct layout *layout, struct arena *arena)
+static void fill(struct schedule *schedule, const struct layout *layout, int counts, struct arena *arena)
 {
     schedule->num_stages = layout->num_stages;
     schedule->num_workers = layout->num_workers;
@@ -374,12 +374,14 @@ static void fill(struct schedule *schedule, const struct layout *layout, struct 
         longjmp(arena->failed, 1);
     struct program *programs = compute_programs(layout, arena);
     count_held(schedule, layout, programs, arena);
+    if (counts)
+        return;
     if (place_messages(layout, programs, is_deep(layout) ? SLOW_MESSAGE : FAST_MESSAGE, schedule, arena))
         longjmp(arena->failed, 1);
     number_links(schedule, arena);
 }
 
-struct schedule *make_schedule(const struct layout *layout)
+struct schedule *make_schedule(const struct layout *layout, int counts)
 {
     struct arena arena = {.blocks = NULL};
     struct schedule *volatile made = calloc(1, sizeof(struct schedule));
@@ -390,7 +392,7 @@ struct schedule *make_schedule(const struct layout *layout)
         free_schedule(made);
         return NULL;
     }
-    fill(made, layout, &arena);
+    fill(made, layout, counts, &arena);
     release(&arena);
     return made;
 }

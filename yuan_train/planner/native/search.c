@@ -121,7 +121,7 @@ static int has_idle_stage(const struct search *search, const struct draft *draft
 }
 
 /* Parts of a price: what a draft takes whose step is longer than wanted for certain, and what its simulation takes. */
-enum { REALISED = 1, PLAYED = 3, PARTS_PLAYED = 128 };
+enum { REALISED = 1, PLAYED = 3, PARTS_PLAYED = 256 };
 
 double step_of(struct search *search, struct draft *draft, double limit)
 {
@@ -130,19 +130,22 @@ double step_of(struct search *search, struct draft *draft, double limit)
         return IMPOSSIBLE;
     int64_t played = search->evaluator->num_played, parts = search->evaluator->placed->num_positions;
     search->spent += REALISED;
-    struct draft *whole = realised(search, draft);
-    if (!whole)
+    struct draft *whole = draft->schedule == INTERLEAVED ? &search->unfolded : draft;
+    if (draft->schedule == INTERLEAVED && unfold_draft(draft, whole))
+        return IMPOSSIBLE;
+    if (limit < INFINITY && least_step(search->evaluator, whole) > limit)
+        return IMPOSSIBLE;
+    if (realise_draft(search, whole))
         return IMPOSSIBLE;
     if (has_idle_stage(search, whole))
         return IMPOSSIBLE;
     if (!draft->is_sharded && search->space->like_owners && has_unlike_owners(search, whole))
         return IMPOSSIBLE;
-    price.over = 0.0;
     int failed = price_realised(search->evaluator, whole, limit, &price);
     search->spent +=
         PLAYED * (draft->schedule == INTERLEAVED ? draft->rounds : 1) * (search->evaluator->num_played - played) +
         (search->evaluator->placed->num_positions - parts) / PARTS_PLAYED;
-    if (failed == 1 || failed < 0)
+    if (failed)
         return IMPOSSIBLE;
     return price.over > 0.0 ? MISFIT * (1.0 + price.over * 1e-12) + price.step : price.step;
 }
@@ -208,25 +211,29 @@ static double descend(struct search *search, struct draft *draft, double step, i
     return step;
 }
 
-/* A draft near another one, its small moves taken; its step. */
-static double neighbour(struct search *search, struct draft *draft, double step, double temperature, int32_t tries)
+/* A draft near another one, its small moves taken; its step, or a longer one than `limit`, which is drawn: how long it
+ * may be. Small moves, which gain less, are taken at half of the temperature. */
+static double neighbour(struct search *search, struct draft *draft, double step, double temperature, int32_t tries,
+                        double *limit)
 {
-    if (draw(search, 100) < 60) {
+    int is_little = draw(search, 100) < 60;
+    double heat = is_little ? temperature / 2.0 : temperature;
+    *limit = step < MISFIT ? step - heat * step * logarithm(draw_share(search)) : step;
+    if (is_little) {
         int moved = move_little(search, draft);
         for (int32_t more = draw(search, 3); moved && more; more--)
             moved = move_little(search, draft);
         if (!moved)
             return IMPOSSIBLE;
-        double limit = step - temperature * step * logarithm(draw_share(search));
-        return step_of(search, draft, step < MISFIT ? limit : INFINITY);
+        return step_of(search, draft, *limit);
     }
     int moved = move_much(search, draft);
     if (moved && draw(search, 3) == 0)
         moved = move_much(search, draft);
     if (!moved)
         return IMPOSSIBLE;
-    double limit = step < MISFIT ? 1.25 * step : INFINITY, found = step_of(search, draft, limit);
-    if (found < IMPOSSIBLE && found > step && found < limit)
+    double most = step < MISFIT ? 1.25 * step : INFINITY, found = step_of(search, draft, most);
+    if (found < IMPOSSIBLE && found > step && found < most)
         found = descend(search, draft, found, tries);
     return found;
 }
@@ -246,11 +253,8 @@ static double anneal(struct search *search, struct draft *draft, double step, in
         for (; epoch < (search->spent - begun) * EPOCHS / budget; epoch++)
             temperature *= factor;
         copy_draft(candidate, draft);
-        double found = neighbour(search, candidate, step, temperature, tries);
-        int accepts = found <= step;
-        if (!accepts && step < MISFIT && found < MISFIT)
-            accepts = found - step < -temperature * step * logarithm(draw_share(search));
-        if (!accepts)
+        double limit, found = neighbour(search, candidate, step, temperature, tries, &limit);
+        if (found > limit)
             continue;
         step = found;
         copy_draft(draft, candidate);
@@ -272,7 +276,7 @@ static int is_hopeless(const struct found *starts, double step)
 {
     double slowest = 0.0;
     for (int32_t i = 0; i < starts->count; i++)
-        slowest = fmax(slowest, starts->steps[i]);
+        slowest = max_of(slowest, starts->steps[i]);
     return starts->count == NUM_STARTS && (step > 1.6 * slowest || (step >= MISFIT && slowest < MISFIT));
 }
 

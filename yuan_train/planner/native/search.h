@@ -4,10 +4,6 @@
 
 #include "evaluator.h"
 
-/* Steps of drafts that do not fit are above this, and of those that cannot be above all. */
-#define MISFIT 1e9
-#define IMPOSSIBLE 1e30
-
 struct dealt;
 
 struct search {
@@ -47,7 +43,8 @@ int realise_draft(struct search *search, struct draft *draft);
 /* The fastest way in which stage s fits, if it does in any, its holders and micro-batches in flight being known; 0, or 1
  * if it cannot be. */
 int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s);
-/* The step of a draft, which is realised; above MISFIT if it does not fit, IMPOSSIBLE if it cannot be. */
+/* The step of a draft, which is realised; above MISFIT if it does not fit, IMPOSSIBLE if it cannot be or takes longer than
+ * `limit`, which is told long before it is priced. */
 double step_of(struct search *search, struct draft *draft, double limit);
 /* Deal the layers of pipeline p to the stages that are least busy and have room. */
 void deal_layers(struct search *search, struct draft *draft, int32_t p);

@@ -253,12 +253,12 @@ static void price_update(const struct problem *problem, int32_t size,
             price->host_capacity = pool->host_bytes;
         if (x > 0.0)
             price->host_bytes = owned * x * pool->host_bytes_each;
-        price->disk_bytes = fmin(price->disk_bytes, pool->disk_bytes);
-        price->disk_seconds = fmax(price->disk_seconds, pool->disk_seconds);
+        price->disk_bytes = min_of(price->disk_bytes, pool->disk_bytes);
+        price->disk_seconds = max_of(price->disk_seconds, pool->disk_seconds);
         price->disk_slots = pool->disk_slots;
     }
-    price->disk_bytes = fmin(price->disk_bytes, price->host_bytes);
-    price->update = owned * (x > 0.0 ? fmax((1.0 - x) * slowest, x * host) : slowest);
+    price->disk_bytes = min_of(price->disk_bytes, price->host_bytes);
+    price->update = owned * (x > 0.0 ? max_of((1.0 - x) * slowest, x * host) : slowest);
 }
 
 /* Seconds of the parts of a stage as shares of a step, and the bytes that those that leave keep: into the evaluator's
@@ -294,7 +294,7 @@ static void find_parts(struct evaluator *evaluator, const struct draft_stage *st
         backward[first] += units->part->backward[1] - units->part->backward[0];
     } else {
         /* What the stage received stays: its gradient is sent back. */
-        evaluator->part_bytes[first] = fmax(0.0, evaluator->part_bytes[first] - units->part->boundary_bytes);
+        evaluator->part_bytes[first] = max_of(0.0, evaluator->part_bytes[first] - units->part->boundary_bytes);
     }
     for (int32_t i = first; i < next; i++) {
         forward[i] /= sums[0];
@@ -344,7 +344,7 @@ static int32_t list_steps(struct evaluator *evaluator, const struct draft *draft
         release(&arena);
         return made;
     }
-    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
+    const struct schedule *schedule = find_schedule(evaluator, draft, pipeline, 1);
     int32_t worker = evaluator->first_replica[pipeline->first_stage + s] + r -
                      evaluator->first_replica[pipeline->first_stage];
     for (int32_t i = 0; schedule && i < schedule->num_operations; i++) {
@@ -386,12 +386,13 @@ static int price_away(struct evaluator *evaluator, const struct draft *draft, in
         if (!placement)
             return 1;
         struct kept_bytes own = find_kept(placement, bytes);
-        most.card = fmax(most.card, own.card);
-        most.host = fmax(most.host, own.host);
+        evaluator->placed->num_positions += placement->num_positions;
+        most.card = max_of(most.card, own.card);
+        most.host = max_of(most.host, own.host);
         price->host_capacity =
-            fmin(price->host_capacity, evaluator->problem->pools[stage->pools[r]].host_bytes);
+            min_of(price->host_capacity, evaluator->problem->pools[stage->pools[r]].host_bytes);
     }
-    price->memory -= fmin(kept, price->in_flight * all - most.card);
+    price->memory -= min_of(kept, price->in_flight * all - most.card);
     price->host_bytes += most.host;
     return 0;
 }
@@ -495,18 +496,21 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
     return stage->away ? price_away(evaluator, draft, p, s, &units) : 0;
 }
 
-void find_in_flight(const struct draft *draft, const struct draft_pipeline *pipeline, struct stage_price *prices)
+int find_in_flight(struct evaluator *evaluator, const struct draft *draft, const struct draft_pipeline *pipeline)
 {
-    int32_t rest = 0;
-    for (int32_t s = pipeline->num_stages - 1; s >= 0; s--) {
-        const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
-        rest += stage->num_replicas;
-        int32_t depth = stage->depth ? stage->depth : rest, n = stage->num_replicas;
-        int32_t own = (depth + n - 1) / n, all = (pipeline->num_micro_batches + n - 1) / n;
+    int has_formula = draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE;
+    const struct schedule *schedule = has_formula ? NULL : find_schedule(evaluator, draft, pipeline, 0);
+    if (!has_formula && !schedule)
+        return 1;
+    find_depths(evaluator, draft, pipeline);
+    for (int32_t s = 0; s < pipeline->num_stages; s++) {
+        int32_t n = draft->stages[pipeline->first_stage + s].num_replicas;
+        int32_t own = (evaluator->depths[s] + n - 1) / n, all = (pipeline->num_micro_batches + n - 1) / n;
         if (draft->schedule == GPIPE || own > all)
             own = all;
-        prices[pipeline->first_stage + s].in_flight = own;
+        evaluator->prices[pipeline->first_stage + s].in_flight = has_formula ? own : schedule->held[s];
     }
+    return 0;
 }
 
 int price_stages(struct evaluator *evaluator, const struct draft *draft)
@@ -515,11 +519,11 @@ int price_stages(struct evaluator *evaluator, const struct draft *draft)
         return 1;
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
         const struct draft_pipeline *pipeline = &draft->pipelines[p];
-        if (draft->schedule == ONE_F_ONE_B || draft->schedule == GPIPE)
-            find_in_flight(draft, pipeline, evaluator->prices);
-        for (int32_t s = 0, failed; s < pipeline->num_stages; s++)
-            if ((failed = price_stage(evaluator, draft, p, s)))
-                return failed;
+        int failed = find_in_flight(evaluator, draft, pipeline);
+        for (int32_t s = 0; s < pipeline->num_stages && !failed; s++)
+            failed = price_stage(evaluator, draft, p, s);
+        if (failed)
+            return failed;
     }
     return 0;
 }
@@ -560,7 +564,7 @@ static double activations_of_worker(const struct evaluator *evaluator, const str
         peak = schedule->peaks + (size_t)i * stages;
         for (int32_t s = 0; s < stages; s++)
             sum += peak[s] * each[s];
-        most = fmax(most, sum);
+        most = max_of(most, sum);
     }
     return most;
 }
@@ -604,7 +608,7 @@ int sum_over_workers(struct evaluator *evaluator, const struct draft *draft)
         const struct draft_pipeline *pipeline = &draft->pipelines[p];
         if (!has_virtual_stages(draft, pipeline))
             continue;
-        const struct schedule *schedule = find_schedule(evaluator, draft, pipeline);
+        const struct schedule *schedule = find_schedule(evaluator, draft, pipeline, 0);
         if (!schedule)
             return 1;
         for (int32_t s = 0; s < pipeline->num_stages; s++)

@@ -184,7 +184,7 @@ static int fit_worker(struct search *search, struct worker *worker)
     if (over > 0.0 && leader->may_offload && search->space->may_offload) {
         price_worker(search, worker, 0, 0, 1.0);
         all -= worker->memory;
-        offload = all <= 0.0 ? 0.0 : over < all ? fmin(1.0, ceil(1000.0 * over / all) / 1000.0) : 1.0;
+        offload = all <= 0.0 ? 0.0 : over < all ? min_of(1.0, ceil(1000.0 * over / all) / 1000.0) : 1.0;
         price_worker(search, worker, 0, 0, offload);
     }
     if (worker->memory <= worker->capacity && (search->space->recomputes & 1))
@@ -207,7 +207,7 @@ int fit_workers(struct search *search, struct draft *draft, int32_t p)
 {
     struct worker worker = {.draft = draft, .p = p};
     const struct draft_pipeline *pipeline = &draft->pipelines[p];
-    worker.schedule = find_schedule(search->evaluator, draft, pipeline);
+    worker.schedule = find_schedule(search->evaluator, draft, pipeline, 0);
     for (; worker.schedule && worker.leader < pipeline->num_stages; worker.leader++)
         if (!draft->stages[pipeline->first_stage + worker.leader].worker && fit_worker(search, &worker))
             return 1;

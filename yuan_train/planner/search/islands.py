@@ -29,7 +29,7 @@ MOST_ISLAND_CARDS, LEAST_ISLAND_CARDS = 256, 24
 """Of an island; where the cluster has no more than the most, the whole is one too."""
 NUM_CUTS = 14
 """Numbers of islands that are tried, in even steps of their logarithm."""
-FIRST_BUDGET, BUDGET, CARDS_OF_BUDGET = 5_000, 32_000, 80
+FIRST_BUDGET, BUDGET, CARDS_OF_BUDGET = 8_000, 44_000, 80
 """Of the search for each number of islands, and of the ones for the best numbers; see `drafts`. Of islands
 with more cards, whose drafts take longer to price, so much less."""
 BUDGET_PER_SECOND = 12_000
