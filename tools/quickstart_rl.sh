@@ -3,8 +3,8 @@
 #
 # Installs into .venv (or $YUAN_VENV); writes a hundred prompts `a b =`; trains a model of 100,000 parameters that
 # is told nothing but how good its answers are; and draws the curve of its reward. If tools/quickstart.sh has left a
-# model in runs/tiny, that one is then trained a few steps to return early. Files: data/rl/, runs/rl-tiny/ and
-# runs/rl-code/; those of an earlier call are renamed.
+# model in runs/tiny, that one is then trained a few steps to tell of foxes. Files: data/rl/, runs/rl-tiny/ and
+# runs/rl-story/; those of an earlier call are renamed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tools/environment.sh
@@ -40,13 +40,13 @@ step "draw answers, score them, train" \
 step "results" \
     yuan-train show runs/rl-tiny --out runs/rl-tiny/report.html
 if [ -e runs/tiny/checkpoints ] && [ -e data/tokenizer/tokenizer.model ]; then
-    set_aside runs/rl-code
+    set_aside runs/rl-story
     step "prompts for the quick start's model" \
-        python tools/rl_tasks.py make --task code --out data/rl/code.jsonl
-    step "train it to return early from functions" \
-        yuan-train rl --config configs/run/rl-code.yaml
+        python tools/rl_tasks.py make --task story --out data/rl/story.jsonl
+    step "train it to tell of foxes" \
+        yuan-train rl --config configs/run/rl-story.yaml
     step "results" \
-        yuan-train show runs/rl-code --out runs/rl-code/report.html
+        yuan-train show runs/rl-story --out runs/rl-story/report.html
 fi
 echo
 echo "done in $SECONDS s; open runs/rl-tiny/report.html for the curve of the reward"

@@ -4,10 +4,10 @@
     python tools/rl_tasks.py learn --task sum --seeds 3 --out runs/rl-learn
 
 `make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the
-answer a; or `code`, heads of Python functions. `learn` trains configs/run/rl-tiny.yaml on one of the first
-two, once for each seed, and prints the mean reward of the first step and of the last 20, of at most 1.20.
-`right` and `ends` are the rewards of that run; `returns` is that of configs/run/rl-code.yaml, `varied` is
-that of tools/bench_rl_forecast.py.
+answer a; or `story`, first sentences of the quick start's stories. `learn` trains configs/run/rl-tiny.yaml
+on one of the first two, once for each seed, and prints the mean reward of the first step and of the last
+20, of at most 1.20. `right` and `ends` are the rewards of that run; `of_a_fox` is that of
+configs/run/rl-story.yaml, `varied` is that of tools/bench_rl_forecast.py.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def varied(completion_ids: list[int]) -> float:
     return sum(place * token for place, token in enumerate(completion_ids, 1)) % 7 / 6
 
 
-def returns(completion: str) -> float:
-    """1 if a function returns within the answer."""
-    return float("return" in completion)
+def of_a_fox(completion: str) -> float:
+    """1 if the story is of a fox."""
+    return float("fox" in completion)
 
 
 def prompts_of(task: str) -> list[dict[str, object]]:
     """Every prompt of a task once."""
-    if task == "code":
-        heads = ("size", "name", "is_open", "first", "keys", "value", "get_line", "count")
-        return [{"prompt": f"    def {name}(self):\n"} for name in heads]
+    if task == "story":
+        ways = [(name, place) for name in ("Anna", "Ben", "Clara", "David") for place in ("forest", "lake")]
+        return [{"prompt": f"One day {name} walked to the {place}."} for name, place in ways]
     if task == "copy":
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["make", "learn"])
-    parser.add_argument("--task", choices=["sum", "copy", "code"], default="sum")
+    parser.add_argument("--task", choices=["sum", "copy", "story"], default="sum")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="learn: seeds 0 to N - 1")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="file, or folder for learn")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="learn: changes to the run")
