@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from yuan_train.config.cluster import Sends
 from yuan_train.planner.evaluate.clocks import CopyClock, Groups, PageClock, PageTimes, PartTimes
@@ -47,13 +47,6 @@ from yuan_train.schedule.step import (
     worker_of,
 )
 from yuan_train.schedule.trace import TimedStep
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
 
 PROMPT_DEPTHS = 4
 """Micro-batches by which a stage may be deeper than the next so that every message of 1F1B leaves when its

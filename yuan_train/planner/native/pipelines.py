@@ -8,16 +8,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from yuan_train.planner.native.library import load_library
 from yuan_train.schedule.step import Kind, Workers, num_workers
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
 
 KINDS: tuple[Kind, ...] = (
     "forward",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.away import most_away
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica, plan_on_cards
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica
 from yuan_train.planner.evaluate.plan_cost import cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.paged import pages_fit
-from yuan_train.planner.search.shapes import Options, groups_of
+from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, groups_of
 
 
 @dataclass(frozen=True)
@@ -113,21 +113,14 @@ def _plan(costs: Costs, order: Sequence[Replica], options: Options, recompute: R
         held[s] += each[s]
         layers[s] += 1
 
-    def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:
-        stages = tuple(
-            StagePlan(
-                replicas=(tuple(rank_of[card] for card in replica),),
-                layers=(sum(layers[:s]), sum(layers[: s + 1])),
-                embedding=s == 0,
-                head=s == last,
-                recompute=recompute if layers[s] else "none",
-            )
-            for s, replica in enumerate(order)
-        )
-        yield PipelinePlan(micro_batch_size=size, num_micro_batches=count, stages=stages)
-
-    used = {card for replica in order for card in replica}
-    return plan_on_cards(problem, used, pipelines, schedule="1f1b", sharded=False)
+    cut = PipelineCut(
+        micro_batch_size=size,
+        num_micro_batches=count,
+        stage_groups=tuple((replica,) for replica in order),
+        bounds=(0, *(1 + sum(layers[:s]) for s in range(1, last + 1)), problem.model.num_layers + 2),
+        recompute=tuple(recompute if own else "none" for own in layers),
+    )
+    return assemble_plan(costs, [cut], schedule="1f1b")
 
 
 def _with_hosts(costs: Costs, plan: Plan, options: Options) -> Plan:
