@@ -11,10 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -165,17 +165,8 @@ def _plan_of(costs: Costs, pairing: _Pairing, options: Options) -> Plan:
                 micro_batch_size=pairing.micro_batch_size,
                 num_micro_batches=pairing.num_micro_batches,
                 stage_groups=tuple(groups),
-                bounds=(0, *(0 for _ in groups)),
+                bounds=tuple(1.0 + border for border in borders),
                 recompute=(pairing.recompute,) * len(groups),
             )
         )
-    plan = assemble_plan(costs, cuts, schedule="interleaved_1f1b", sharded=options.sharded[0])
-    pipelines = tuple(
-        replace(pipeline, stages=tuple(_with_layers(pipeline.stages, borders))) for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
-
-
-def _with_layers(stages: Sequence[StagePlan], borders: Sequence[float]) -> Iterator[StagePlan]:
-    for stage, layers in zip(stages, itertools.pairwise(borders), strict=True):
-        yield replace(stage, layers=layers)
+    return assemble_plan(costs, cuts, schedule="interleaved_1f1b", sharded=options.sharded[0])

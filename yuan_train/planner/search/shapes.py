@@ -411,12 +411,13 @@ def _by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """One pipeline of a plan: stage s runs units [bounds[s], bounds[s + 1]) on stage group places[s]."""
+    """One pipeline of a plan: stage s runs units [bounds[s], bounds[s + 1]), halves of layers among them, on
+    stage_groups[s]."""
 
     micro_batch_size: int
     num_micro_batches: int
     stage_groups: tuple[StageGroup, ...]
-    bounds: tuple[int, ...]
+    bounds: tuple[float, ...]
     recompute: tuple[Recompute, ...]
 
 
