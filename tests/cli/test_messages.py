@@ -208,6 +208,26 @@ WORDS: list[tuple[str, list[str]]] = [
         "tokenizer --input chats.jsonl --vocab-size 300 --out x",
         ["chats.jsonl:1: no key 'text'; the line has 'messages'", "--messages-key messages"],
     ),
+    ("import-hf model/config.json --out x", ["model/config.json: is a file; give the folder", ": model"]),
+    ("import-hf saved --out x", ["saved: is a checkpoint already, and needs no import"]),
+    (
+        "generate --checkpoint model --prompt x",
+        ["model: there is no checkpoint here", "yuan-train import-hf model --out runs/model"],
+    ),
+    ("show run.yaml", ["run.yaml: is a file; wanted the log directory of a run (log.directory)"]),
+    (
+        "plan --cluster model --config run.yaml",
+        ["model: cannot be read: it is a folder; wanted a file"],
+    ),
+    ("inspect weights.gguf", ["weights.gguf: cannot be read: it is no text (byte 1 is not UTF-8)"]),
+    ("trace saved --out t.json --step 3", ["--step is the step to draw", "--draw F.svg"]),
+    (f"{PLAN} train.steps=ten", ["command line 'train.steps=ten'", 'wanted an integer, got "ten"']),
+    (f"{PLAN} train.steps", ["command line 'train.steps': wanted key.path=value"]),
+    (f"{PLAN} data.split=[0.5,0.6]", ["data.split: wanted two shares above 0 that sum to at most 1"]),
+    (f"{PLAN} search.time_limit=soon", ["search.time_limit: wanted a number with a unit", "got 'soon'"]),
+    ("plan --cluster cluster.yaml --model qwen3-0.5b", ["qwen3-0.5b", "did you mean qwen3-0.6b?"]),
+    ("discover --hosts , --out x", ["--hosts", "wanted names of machines, such as a,b,c"]),
+    ("init sft --out run.yaml", ["run.yaml: is there already; wanted another name (--out F)"]),
     ("init sfd", ["invalid choice: 'sfd'", "choose from", "pretrain"]),
     ("keys runn", ["runn: no key", "did you mean"]),
 ]
@@ -229,6 +249,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "llama"}')
+    Path("saved/step-00000001").mkdir(parents=True)
+    Path("saved/step-00000001/state.json").write_text("{}")
+    Path("weights.gguf").write_bytes(b"a\xff\xfe")
 
 
 @pytest.mark.parametrize(

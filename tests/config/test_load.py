@@ -147,7 +147,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 def test_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_bytes(b"name: \xff\xfe\n")
-    with pytest.raises(ConfigError, match="cannot be read: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match="cannot be read: it is no text"):
         load_model(path)
 
 

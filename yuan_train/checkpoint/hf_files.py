@@ -11,12 +11,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from yuan_train.checkpoint.names import STATE, steps_in
 from yuan_train.checkpoint.stream import LazyTensor
 from yuan_train.config.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 TOKENIZER_FILES = ("tokenizer.model", "tokenizer.json")
+
+
+def check_is_published(folder: Path) -> None:
+    """Raise CheckpointError for a file of a published model, and for a checkpoint of ours."""
+    if folder.is_file():
+        raise CheckpointError(f"{folder}: is a file; give the folder that has it: {folder.parent}")
+    if folder.is_dir() and ((folder / STATE).is_file() or steps_in(folder)):
+        raise CheckpointError(f"{folder}: is a checkpoint already, and needs no import")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -77,7 +77,9 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{path}: no such directory; give a checkpoint, or a directory of checkpoints")
     if not steps_in(path):
         if not (path / STATE).exists() and not (path / ".metadata").exists():
-            raise CheckpointError(f"{path}: there is no checkpoint here (no {STATE}, no step-* inside)")
+            published = "; a Hugging Face folder is read with: yuan-train import-hf {0} --out runs/{1}"
+            more = published.format(path, path.name) if (path / "config.json").is_file() else ""
+            raise CheckpointError(f"{path}: there is no checkpoint here (no {STATE}, no step-* inside){more}")
         return _open(path)
     found = find_latest(path)
     if found is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.evaluate import parse_ids
-from yuan_train.config.errors import ConfigError, DataError
+from yuan_train.config.errors import ConfigError, DataError, why_unread
 
 if TYPE_CHECKING:
     from yuan_train.data.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ def _prompts(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_s
         try:
             lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {error}") from None
+            raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {why_unread(error)}") from None
         texts = [line for line in lines if line.strip()]
     if arguments.chat:
         is_json = arguments.prompts is not None and arguments.prompts.endswith(".jsonl")

@@ -87,10 +87,12 @@ def _import_adapters(folder: Path, arguments: argparse.Namespace) -> Imported:
 
 def _import_model(folder: Path, arguments: argparse.Namespace) -> Imported:
     """Import a folder, or a model of the Hub, which is fetched first."""
+    from yuan_train.checkpoint.hf_files import check_is_published
     from yuan_train.checkpoint.hf_import import import_hf
     from yuan_train.checkpoint.hub import NAME, fetch_model
 
     name = None
+    check_is_published(folder)
     if not folder.exists() and NAME.fullmatch(arguments.folder):
         name = folder.name
         folder = fetch_model(arguments.folder)

@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.errors import ConfigError
     from yuan_train.schedule.trace import trace_events, whole_arrows, write_trace
 
+    if arguments.step is not None and not arguments.draw:
+        raise ConfigError("--step is the step to draw: name the picture too, --draw F.svg")
     plan, traces = read_traces(Path(arguments.directory))
     events = [event for trace in traces for event in trace.events]
     if plan.forecast is None or not plan.forecast.stages:

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard, cast
 
 import yaml
 
-from yuan_train.config.errors import ConfigError, Violation
+from yuan_train.config.errors import ConfigError, Violation, why_unread
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def read_document(path: str | Path) -> Document:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {why_unread(error)}") from None
     return parse_document(text, name=str(path))
 
 

@@ -79,6 +79,15 @@ class LostRank(TrainingError):
     """A rank stopped responding to this one, which has no fault of its own."""
 
 
+def why_unread(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file of text cannot be read, without numbers of errors, codecs and a second path."""
+    if isinstance(error, IsADirectoryError):
+        return "it is a folder; wanted a file"
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is no text (byte {error.start} is not UTF-8)"
+    return (error.strerror or str(error)).lower()
+
+
 def say(error: BaseException) -> None:
     """Print an error to stderr, unless it was said before: the message of a YuanError, else the traceback."""
     if not getattr(error, "is_said", False):

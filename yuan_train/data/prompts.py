@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from yuan_train.config.errors import DataError
+from yuan_train.config.errors import DataError, why_unread
 from yuan_train.data.chat import check_question, render_chat
 from yuan_train.data.sampler import hash_key, permuted
 from yuan_train.data.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ def read_records(path: Path, *, keys: str) -> Iterator[tuple[str, dict[str, Any]
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; check {keys}") from None
+        raise DataError(f"{path}: cannot be read: {why_unread(error)}; check {keys}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

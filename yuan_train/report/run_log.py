@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.document import is_mapping, parse_document
-from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.errors import ConfigError, YuanError, why_unread
 from yuan_train.config.plan import Plan, StageForecast
 from yuan_train.config.plan_constraints import load_plan, plans_in
 from yuan_train.report.journal import Entry, read_journal
@@ -139,7 +139,8 @@ def read_run(directory: str | Path) -> RunLog:
     folder = Path(directory)
     path = folder / METRICS
     if not path.is_file():
-        what = "no such directory" if not folder.is_dir() else f"has no {METRICS}"
+        what = f"has no {METRICS}" if folder.is_dir() else "no such directory"
+        what = "is a file" if folder.is_file() else what
         raise ConfigError(f"{folder}: {what}; wanted the log directory of a run (log.directory)")
     steps = [line for line in _read_lines(path) if _is_step(line)]
     if not steps:
@@ -215,7 +216,7 @@ def _read_lines(path: Path) -> list[Line]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {why_unread(error)}") from None
     for line in text.splitlines():
         try:
             value: Any = json.loads(line)
