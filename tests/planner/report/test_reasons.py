@@ -17,9 +17,11 @@ from yuan_train.planner.search.candidate import Candidate, first_shape
 
 def test_a_bound_is_said_with_its_plans_and_what_it_knows() -> None:
     bound = Bound(seconds=1.6, schedules=("1f1b",), sizes=(1, 2))
-    first, knows = bound_words(bound, 2.0)
+    first, knows, effort = bound_words(bound, 2.0, 54)
     assert first == ("no plan takes less than 1.6 s (1f1b, micro-batches of 1/2); the step is 25.0% longer")
     assert "work, memory and filling" in knows
+    assert effort.startswith("ten times the normal effort shortened plans of up to 54 cards by")
+    assert len(bound_words(bound, 2.0, 55)) == 2, "no one measured more cards"
     assert bound_values(bound) == {"seconds": 1.6, "schedules": ["1f1b"], "micro_batch_sizes": [1, 2]}
     assert bound_values(None) is None
 

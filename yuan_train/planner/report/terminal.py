@@ -155,7 +155,7 @@ def best_reasons(result: SearchResult) -> list[str]:
     simulated = f"{stopped} ({_count(result.num_simulated, 'plan')} simulated)"
     if result.bound is None:
         return [f"proven fastest of the searched plans, in the simulation{simulated}"]
-    first, *rest = bound_words(result.bound, result.best.step_seconds)
+    first, *rest = bound_words(result.bound, result.best.step_seconds, result.best.plan.world_size)
     return [f"best found, not proven{simulated}; {first}", *rest]
 
 
