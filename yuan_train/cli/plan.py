@@ -201,16 +201,16 @@ def _answer_lines(answer: Answer, arguments: argparse.Namespace) -> list[str]:
     """The answer in words, with the commands that measure and that come next."""
     from yuan_train.planner.report.answer import answer_lines
 
-    names = {"model": arguments.model, "config": arguments.config, "cluster": arguments.cluster}
-    given = " ".join(f"--{name} {shlex.quote(value)}" for name, value in names.items() if value)
+    names = {"--model": arguments.model, "--config": arguments.config, "--cluster": arguments.cluster}
+    given = shlex.join([*(word for pair in names.items() if pair[1] for word in pair), *arguments.overrides])
     measure = f"yuan-train profile {given} --out profile.json (on each node; then plan with --profile)"
     if not arguments.config:
         what = "yuan-train init pretrain --out run.yaml (or sft, dpo, grpo), then plan with --config run.yaml"
     elif not arguments.out:
         what = f"yuan-train plan {given} --out plan.yaml"
     else:
-        paths = f"--config {shlex.quote(arguments.config)} --plan {shlex.quote(arguments.out)}"
-        what = f"yuan-train launch {paths} (with --print: the command of each node)"
+        given = shlex.join(["--config", arguments.config, "--plan", arguments.out, *arguments.overrides])
+        what = f"yuan-train launch {given} (with --print: the command of each node)"
     return answer_lines(answer, measure=measure, next_command=what)
 
 

@@ -42,7 +42,7 @@ def plan_roles(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(roles_json(result, plan, path=arguments.out)))
         return 0
-    config = f"--config {shlex.quote(arguments.config)}"
+    config = shlex.join(["--config", arguments.config, *arguments.overrides])
     given = f"{config} --cluster {shlex.quote(arguments.cluster)}"
     following = f"yuan-train launch {config} --plan {shlex.quote(arguments.out)}" if arguments.out else None
     answer = roles_answer(

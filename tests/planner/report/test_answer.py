@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from yuan_train.cli.main import main
+from yuan_train.cli.main import command_parser, main
 
 LINK = "link: {bandwidth: 20 GB/s}, network: {bandwidth: 10 Gb/s}"
 CARD = "{memory: 4 GiB, fp32: 4 TFLOP/s, fp16: 8 TFLOP/s, %smemory_bandwidth: 100 GB/s}"
@@ -50,6 +51,11 @@ def test_the_answer_stands_before_the_table(
     assert rent.startswith("rent: 1 an hour, ") and rent.endswith("for the run")
     assert "2 Old have no bf16 units: bf16 without them" in precision and "fp16 on all cards" in precision
     assert following.startswith("next: yuan-train launch --config ") and f"--plan {out}" in following
+    # What was changed on the command line is changed in what is typed next, or the plan is of another run.
+    for line in (measure, following):
+        words = shlex.split(line[line.index("yuan-train") : line.index(" (")])[1:]
+        parsed = command_parser(words[0])[0].parse_args(words)
+        assert parsed.overrides == ["search.effort=quick", "train.precision=bf16", "train.steps=1000"]
 
 
 def test_the_answer_has_the_figures_of_both_precisions(
