@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -247,3 +248,81 @@ def test_a_missing_tokenizer_is_named_though_the_other_node_never_comes(
     finally:
         rank.kill()
     assert code == 2 and said.count("no tokenizer") == 1 and len(said.splitlines()) == 1, said
+
+
+def start(project: Path, meeting: str, node: str, *more: str, plan: Path | None = None) -> list[str]:
+    files = ("--config", str(project / "run.yaml"), "--plan", str(plan or project / "plan-2-1.yaml"))
+    return ["yuan_train", "launch", *files, "--rendezvous", meeting, "--this-node", node, *words(9), *more]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_typo_on_one_node_ends_the_other(project: Path, tmp_path: Path, wrong: int) -> None:
+    """Its launcher starts no rank, and tells those of the other, who would wait for train.startup_timeout."""
+    meeting = f"127.0.0.1:{free_port()}"
+    lines = [
+        start(project, meeting, node, *["trian.steps=3"][: number == wrong])
+        for number, node in enumerate("ab")
+    ]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        codes = [agent.wait(timeout=120) for agent in agents]
+    said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
+    assert codes == [2, 2], said
+    assert re.match("error: .*unknown key 'trian'", said[wrong]) and said[wrong].count("trian:") == 1
+    pattern = rf"error: the run ends: launch of {'ab'[wrong]} on .*: unknown key 'trian'"
+    assert re.search(pattern, said[1 - wrong]), said
+
+
+def test_a_missing_plan_on_the_first_node_ends_the_other(project: Path, tmp_path: Path) -> None:
+    """Its launcher does not know that it is the first one."""
+    meeting = f"127.0.0.1:{free_port()}"
+    lines = [start(project, meeting, "a", plan=tmp_path / "nowhere.yaml"), start(project, meeting, "b")]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        codes = [agent.wait(timeout=120) for agent in agents]
+    said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
+    assert codes == [2, 2], said
+    assert re.search(r"error: the run ends: launch of .*nowhere.yaml: no such file", said[1]), said
+
+
+def test_a_port_in_use_on_the_first_node_ends_both(project: Path, tmp_path: Path) -> None:
+    """At once where it is seen; on the other node it is greeted, and says nothing."""
+    port = free_port()
+    lines = [start(project, f"127.0.0.1:{port}", node) for node in "ab"]
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        started(lines, [HERE, HERE], tmp_path) as agents,
+    ):
+        codes = [agent.wait(timeout=120) for agent in agents]
+    said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
+    assert codes == [2, 2], said
+    assert f"error: port {port} of this machine cannot be had" in said[0]
+    assert f"error: what answers at 127.0.0.1:{port} is not rank 0" in said[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_rank_that_ends_before_it_has_met_the_others_is_told_by_its_launcher(
+    project: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While it imports torch: nobody knows of it yet."""
+    meeting = f"127.0.0.1:{free_port()}"
+    lines = [start(project, meeting, node) for node in "ab"]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        while not children(agents[1]):
+            time.sleep(0.01)
+        os.kill(children(agents[1])[0], number)
+        codes = [agent.wait(timeout=120) for agent in agents]
+    said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
+    assert codes == ([1, 1] if number == signal.SIGKILL else [INTERRUPTED] * 2), said
+    why = "was killed by SIGKILL" if number == signal.SIGKILL else r"interrupted \(Ctrl-C\)"
+    assert re.search(rf"error: the run ends: rank 2 \(b on .*\): {why}", said[0]), said
+    assert "Traceback" not in said[0] + said[1]
+
+
+def test_sigterm_of_one_rank_stops_both_nodes_and_is_told(project: Path, tmp_path: Path) -> None:
+    lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        wait_for_steps(tmp_path, lambda: all(agent.poll() is None for agent in agents))
+        os.kill(children(agents[1])[0], signal.SIGTERM)
+        assert [agent.wait(timeout=60) for agent in agents] == [0, 0]
+    for number in (0, 1):
+        said = (tmp_path / f"agent-{number}").read_text()
+        assert re.search(r"note: the run has stopped: rank 2 \(b/0 on .*\): got SIGTERM", said), said

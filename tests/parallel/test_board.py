@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.support.spawn import free_port
-from yuan_train.config.errors import LostRank, TrainingError
+from yuan_train.config.errors import ConfigError, LostRank, PlanError, TrainingError, YuanError
+from yuan_train.parallel import board as board_module
 from yuan_train.parallel.board import Board, Meeting
 
 
@@ -68,3 +73,84 @@ def test_a_rank_that_only_tells_a_fault_is_not_counted_as_there() -> None:
         board.wait_for_all(0.1)
     other.close()
     board.close()
+
+
+def silent_program(port: int) -> socket.socket:
+    """Accepts connections, and says nothing."""
+    return socket.create_server(("127.0.0.1", port))
+
+
+def test_a_port_that_another_program_has_is_said_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "ANSWER_SECONDS", 0.5)
+    port = free_port()
+    with silent_program(port):
+        for rank in (0, 1):
+            with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} is not rank 0.*the port is another"):
+                Board(meeting_of(rank, 2, port), "n/0", seconds=1)
+
+
+def test_a_rank_of_another_run_that_comes_to_the_port_of_one_does_it_no_harm() -> None:
+    port = free_port()
+    boards = [Board(meeting_of(rank, 2, port), f"n/{rank}", seconds=30) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda board: board.wait_for_all(30), boards))
+    for size in (2, 3):
+        with pytest.raises(ConfigError, match="all 2 ranks of a run at .* have met already: another one"):
+            Board(meeting_of(1, size, port), "m/1", seconds=30)
+    with pytest.raises(TrainingError, match="cannot meet"):
+        # torch lets one process have a store twice; another one may not.
+        raise_as_another_process(meeting_of(0, 2, port))
+    assert [board.look() for board in boards] == [None, None]
+    for board in reversed(boards):
+        board.close()
+
+
+def raise_as_another_process(meeting: Meeting) -> None:
+    code = f"""
+from yuan_train.parallel.board import Board, Meeting
+try:
+    Board({meeting!r}, "m/0", seconds=5)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if found.stdout.startswith("TrainingError"):
+        raise TrainingError(found.stdout)
+
+
+def test_ranks_of_unlike_plans_end_together() -> None:
+    port = free_port()
+    first = Board(meeting_of(0, 2, port), "n/0", seconds=30)
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(first.wait_for_all, 30)
+        with pytest.raises(PlanError, match="started as rank 1 of 3, but at .* 2 ranks meet") as error:
+            Board(meeting_of(1, 3, port), "m/1", seconds=30)
+        with pytest.raises(YuanError, match=f"the run ends: rank 1.*{re.escape(str(error.value))}") as told:
+            meeting.result()
+    assert told.value.exit_code == 2
+    first.close()
+
+
+def test_a_rank_that_comes_twice_is_named() -> None:
+    port = free_port()
+    first = Board(meeting_of(0, 3, port), "n/0", seconds=30)
+    again = [Board(meeting_of(1, 3, port), f"n/{i}", seconds=30) for i in (1, 2)]
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(board.wait_for_all, 30) for board in (first, *again)]
+        errors = [str(future.exception()) for future in waiting]
+    assert all("rank 1 has come to" in error and "twice, from n/" in error for error in errors), errors
+    for board in (*again, first):
+        board.close()
+
+
+def test_what_a_launcher_tells_is_heard_by_the_first_rank_too() -> None:
+    """A launcher that does not know its node holds the store itself when nobody is there."""
+    port = free_port()
+    launcher = Board(meeting_of(0, 0, port), "", seconds=5)
+    told = launcher.report("nowhere.yaml: no such file", 2, where="launch of m")
+    first = Board(meeting_of(0, 2, port), "n/0", seconds=30)
+    with pytest.raises(YuanError, match="the run ends: launch of m: nowhere.yaml"):
+        first.wait_for_all(30)
+    assert told is not None and first.report("port in use", 2) == told
+    first.close()
+    launcher.close()

@@ -72,12 +72,12 @@ def test_a_rank_whose_main_thread_hangs_says_the_cause_before_it_ends(
     assert said[0] == (2, f"error: the run ends: {board.name(0)}: tokenizer: nowhere\n")
 
 
-@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "YUAN_LINKED_DIRECTORY", "SHELL"])
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "YUAN_TOLD_DIRECTORY", "SHELL"])
 def test_a_run_stops_when_the_launcher_of_a_rank_has_ended(
     board: Board, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     """As it does on SIGTERM, which `launch` has the system send; a shell may end before its ranks."""
-    for name in ("TORCHELASTIC_RUN_ID", "YUAN_LINKED_DIRECTORY"):
+    for name in ("TORCHELASTIC_RUN_ID", "YUAN_TOLD_DIRECTORY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "x")
     got: list[int] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import logging
 import math
 import os
@@ -16,13 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from yuan_train.cli.host_options import add_host_options, names_hosts
 from yuan_train.cli.launch_hosts import launch_on
+from yuan_train.cli.node_faults import NodeFaults
 from yuan_train.cli.plan_nodes import (
     DEFAULT_PORT,
     Node,
@@ -31,7 +34,7 @@ from yuan_train.cli.plan_nodes import (
     parse_address,
     torchrun_lines,
 )
-from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver
+from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver, YuanError, say
 from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
@@ -39,7 +42,7 @@ from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.config.run import TrainConfig, load_run
 from yuan_train.parallel.environment import (
-    LINKED,
+    TOLD,
     count_cores,
     has_told,
     is_host_name,
@@ -118,20 +121,58 @@ class _EarlierName(argparse.Action):
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
-    plan, name, speaker, train = _read_plan(arguments, overrides)
-    command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
-    spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
-    if names_hosts(arguments):
-        return launch_on(plan, named_nodes(plan), arguments, spare=spare)
-    return start_or_print(
-        arguments,
-        plan,
-        command,
-        device=train.device,
-        speaker=speaker,
-        spare=spare,
-        timeout_seconds=_patience_of(plan, train),
-    )
+    with telling_other_nodes(arguments):
+        plan, name, speaker, train = _read_plan(arguments, overrides)
+        command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
+        spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
+        if names_hosts(arguments):
+            return launch_on(plan, named_nodes(plan), arguments, spare=spare)
+        return start_or_print(
+            arguments,
+            plan,
+            command,
+            device=train.device,
+            speaker=speaker,
+            spare=spare,
+            timeout_seconds=_patience_of(plan, train),
+        )
+
+
+@contextmanager
+def telling_other_nodes(arguments: argparse.Namespace) -> Iterator[None]:
+    """Around what a launcher does before its ranks run: what it finds wrong is said, and told to the other
+    nodes of its `plan`, which would wait for it."""
+    try:
+        yield
+    except YuanError as error:
+        if not arguments.print and not names_hosts(arguments):
+            say(error)
+            faults = _faults_of(arguments)
+            if faults is not None:
+                faults.tell(str(error), error.exit_code)
+        raise
+
+
+def _faults_of(arguments: argparse.Namespace) -> NodeFaults | None:
+    """What is known of the nodes of a launcher's run, whose files may be wrong; None: not where they meet."""
+    with suppress(YuanError):
+        try:
+            plan = (load_rl_plan if names_rl_plan(arguments.plan) else load_plan)(arguments.plan)
+            nodes = _nodes_for(plan, arguments)
+        except YuanError:
+            if arguments.rendezvous is None:
+                return None
+            host, port = parse_address(arguments.rendezvous)
+            return NodeFaults(None, (), 0, (host, port or DEFAULT_PORT))
+        host, port = parse_address(arguments.rendezvous or nodes[0].name)
+        address = host, port or DEFAULT_PORT
+        try:
+            node = _this_node(nodes, arguments.this_node)
+        except ConfigError:
+            # It may be the plan of another run.
+            return NodeFaults(None, (), 0, address)
+        return NodeFaults(node.name, node.ranks, plan.world_size, address)
+    return None
 
 
 def start_or_print(
@@ -148,7 +189,7 @@ def start_or_print(
 
     `device` as `train.device`, the others as `start_ranks`. Returns the exit code. Raises YuanError.
     """
-    nodes = nodes_of(plan) if arguments.this_node in (None, "all") else named_nodes(plan)
+    nodes = _nodes_for(plan, arguments)
     if arguments.print:
         _note_unknown_hosts(nodes, arguments.rendezvous)
         for line in torchrun_lines(nodes, command, rendezvous=arguments.rendezvous):
@@ -161,6 +202,8 @@ def start_or_print(
     host, port = _rendezvous_address(nodes, node, arguments.rendezvous)
     if not is_host_name(host):
         raise ConfigError(unknown_host(host))
+    if 0 in node.ranks:
+        _check_port(port)
     size = plan.world_size
     return start_ranks(
         node,
@@ -171,6 +214,10 @@ def start_or_print(
         spare=spare,
         timeout_seconds=timeout_seconds,
     )
+
+
+def _nodes_for(plan: Plan | RlPlan, arguments: argparse.Namespace) -> list[Node]:
+    return nodes_of(plan) if arguments.this_node in (None, "all") else named_nodes(plan)
 
 
 def _patience_of(plan: Plan | RlPlan, train: TrainConfig) -> float:
@@ -281,6 +328,25 @@ def _note_unknown_hosts(nodes: Sequence[Node], rendezvous: str | None) -> None:
         )
 
 
+def _check_port(port: int) -> None:
+    """Raise ConfigError unless a port of this machine is free, at which the first rank will listen."""
+    fault = None
+    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            with socket.socket(family) as probe:
+                # As torch does: connections of a run that has just ended are no hindrance.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT and error.errno != errno.EADDRNOTAVAIL:
+                fault = error
+    if fault is not None:
+        raise ConfigError(
+            f"port {port} of this machine cannot be had ({fault.strerror}), so the ranks cannot meet there: "
+            "give every node another one, --rendezvous HOST:PORT"
+        )
+
+
 def free_port() -> int:
     """A free TCP port of this machine."""
     with socket.socket() as probe:
@@ -318,30 +384,36 @@ def start_ranks(
     than `timeout_seconds`, in which the others give it up, is killed: it would never hear of the end.
     """
     children: list[_Child] = []
+    faults = NodeFaults(node.name, node.ranks, world_size, address)
 
     def forward_signal(signum: int, frame: object) -> None:
         for child in children:
             if child.process.poll() is None:
                 child.process.send_signal(signum)
 
-    linked = tempfile.TemporaryDirectory(prefix="yuan-train-")
+    told = tempfile.TemporaryDirectory(prefix="yuan-train-")
     previous = signal.signal(signal.SIGTERM, forward_signal)
     try:
         for local_rank, rank in enumerate(node.ranks):
             environment = _environment(node, rank, local_rank, world_size, *address)
-            environment[LINKED] = linked.name
+            environment[TOLD] = told.name
             speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
             children.append(_start_rank(command, rank, environment, inherits_output=speaks))
         patience = timeout_seconds + STOPPED_SECONDS
         return _wait(
-            children, lambda child: child.rank in spare and has_told(linked.name, child.rank), patience
+            children,
+            lambda child: child.rank in spare and has_told(told.name, child.rank, "linked"),
+            lambda child: has_told(told.name, child.rank, "tells") or _tell_end(child, faults),
+            patience,
         )
     except KeyboardInterrupt:
         _interrupt(children)
+        if not all(has_told(told.name, child.rank, "tells") for child in children):
+            faults.tell("interrupted (Ctrl-C)", INTERRUPTED)
         raise
     finally:
         _kill(children)
-        linked.cleanup()
+        told.cleanup()
         signal.signal(signal.SIGTERM, previous)
         for child in children:
             if child.output is not None:
@@ -387,8 +459,13 @@ def _terminate_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(children: list[_Child], is_spared: Callable[[_Child], bool], patience: float) -> int:
-    """Wait for all ranks and return the exit code.
+def _wait(
+    children: list[_Child],
+    is_spared: Callable[[_Child], bool],
+    tell: Callable[[_Child], object],
+    patience: float,
+) -> int:
+    """Wait for all ranks and return the exit code; `tell` has the other nodes hear of the first failure.
 
     After a failure the other ranks get a grace period and are then killed; the failure is printed last. One
     that is spared is printed at once, and the others go on; if they end well, so has the job.
@@ -401,7 +478,9 @@ def _wait(children: list[_Child], is_spared: Callable[[_Child], bool], patience:
             if child not in spared and child.process.poll() in (1, *_SIGNALS) and is_spared(child):
                 spared.append(child)
                 _report(child)
-        if deadline is None and any(child.process.poll() for child in children if child not in spared):
+        ended = [child for child in children if child not in spared and child.process.poll()]
+        if deadline is None and ended:
+            tell(ended[0])
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             break
@@ -450,16 +529,27 @@ def _blame_order(child: _Child) -> tuple[int, bool, int]:
     return (0 if code in (2, 3) else 1 if code < 0 else 2), follows, child.rank
 
 
+def _tell_end(child: _Child, faults: NodeFaults) -> None:
+    """Tell the other nodes the end of a rank that has not come to tell it by itself."""
+    code, said = child.process.returncode, _captured(child)
+    why = _why_ended(code) or (said[-1].removeprefix("error: ") if said else f"ended with exit code {code}")
+    faults.tell("interrupted (Ctrl-C)" if code == INTERRUPTED else why, max(code, 1), rank=child.rank)
+
+
+def _why_ended(code: int) -> str | None:
+    """What has ended a rank, if it cannot have said so."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    if code not in _OWN_CODES:
+        return f"was ended with exit code {code}, by something that has not said why"
+    return None
+
+
 def _report(child: _Child) -> None:
     """Print why a rank failed: the signal, and the end of its captured output."""
-    code = child.process.returncode
-    if code < 0:
-        print(f"error: rank {child.rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
-    elif code not in _OWN_CODES:
-        print(
-            f"error: rank {child.rank} was ended with exit code {code}, by something that has not said why",
-            file=sys.stderr,
-        )
+    why = _why_ended(child.process.returncode)
+    if why is not None:
+        print(f"error: rank {child.rank} {why}", file=sys.stderr)
     for line in _captured(child)[-30:]:
         print(f"rank {child.rank}: {line}", file=sys.stderr)
 

@@ -73,6 +73,7 @@ def _follow_each_other(ranks: Sequence[int]) -> bool:
 def parse_address(address: str) -> tuple[str, int | None]:
     """Host and, if it is given, port of HOST[:PORT]; an IPv6 address in brackets. Raises ConfigError."""
     found = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>\d+))?", address)
-    if found is None:
-        raise ConfigError(f"--rendezvous: wanted HOST:PORT, got {address!r}")
-    return found["six"] or found["host"], int(found["port"]) if found["port"] else None
+    port = int(found["port"]) if found is not None and found["port"] else None
+    if found is None or port is not None and not 0 < port < 1 << 16:
+        raise ConfigError(f"--rendezvous: wanted HOST:PORT, with a port of 1 to 65535, got {address!r}")
+    return found["six"] or found["host"], port

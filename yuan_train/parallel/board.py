@@ -4,11 +4,13 @@ It lies in torch.distributed's store, at the address that the launcher gave. Eve
 to time, from a thread of its own (`train/ending.py`): so that all ranks end within seconds and know why, also
 those that stand in an operation of NCCL or gloo that nothing will end. Keys, below the number of the attempt:
 
+- `size`: how many ranks meet here, as the first of them says;
 - `came`, `counted/R`, `joined`: how many ranks are there and in the ring, and that R is one of them;
 - `came/R`: where rank R runs; also of one that only tells what it has found wrong;
 - `asked/R`, `alive/R`: whether rank R is there, which the rank before it could not reach, and its answer;
 - `beside`: how many ranks torchrun's agent runs that holds the store; they are the first ones;
 - `failed`: the fault that ends the run. The first writer wins;
+- `taken/R`: which process is rank R, so that there is one;
 - `line/R`: where rank R listens for the rank before it, whose connection ends when R does;
 - `lost`, `here/R`: a rank has lost another one and calls the roll. Who does not answer is gone;
 - `stopped`: which launcher has ended, so that the run stops, and ends well;
@@ -23,6 +25,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,8 +33,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from yuan_train.config.errors import CAUSE, ConfigError, LostRank, TrainingError, YuanError
-from yuan_train.parallel.environment import unknown_host
+from yuan_train.config.errors import CAUSE, ConfigError, LostRank, PlanError, TrainingError, YuanError
+from yuan_train.parallel.environment import tell_launcher, unknown_host
 
 POLL_SECONDS = 0.2
 """Between two looks at something that other ranks write."""
@@ -77,6 +80,7 @@ class Meeting:
     port: int
     rank: int
     world_size: int
+    """0: it is not known, to one who only tells a fault."""
     attempt: str
     """torchrun's number of the restart; its store still holds what failed attempts have written."""
     is_agents: bool
@@ -109,23 +113,62 @@ class Meeting:
         """Who holds the store, for people."""
         return f"torchrun's agent on {self.host}" if self.is_agents else "rank 0"
 
+    @property
+    def address(self) -> str:
+        """Host and port, for people."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
     def open_store(self, seconds: float) -> dist.TCPStore:
-        """The store, which rank 0 holds. Raises TrainingError if it is not there within `seconds`."""
+        """The store, which rank 0 holds. Raises TrainingError if it is not there within `seconds`,
+        ConfigError if something else is."""
         if not self.holds_store:
             self.connect(seconds).close()
+            return self.join_store(seconds)
         try:
             return dist.TCPStore(
                 self.host,
                 self.port,
-                self.world_size,
-                self.holds_store,
+                self.world_size or None,
+                True,
                 timeout=timedelta(seconds=seconds),
                 wait_for_workers=False,
-                multi_tenant=self.holds_store,
+                multi_tenant=True,
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
-            raise TrainingError(f"the ranks cannot meet at {self.host}:{self.port}: {reason}") from error
+            raise TrainingError(f"the ranks cannot meet at {self.address}: {reason}") from error
+
+    def join_store(self, seconds: float) -> dist.TCPStore:
+        """A connection to the store, where somebody listens. Raises ConfigError if that is another program.
+
+        Torch greets it, and waits for ever for the answer of a program that says nothing.
+        """
+        joined: list[dist.TCPStore] = []
+
+        def join() -> None:
+            # What is there but no store is told below, once.
+            with suppress(RuntimeError, ValueError):
+                joined.append(
+                    dist.TCPStore(
+                        self.host,
+                        self.port,
+                        self.world_size or None,
+                        False,
+                        timeout=timedelta(seconds=max(seconds, ANSWER_SECONDS)),
+                        wait_for_workers=False,
+                    )
+                )
+
+        thread = threading.Thread(target=join, name="greeting", daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
+        if joined:
+            return joined[0]
+        raise ConfigError(
+            f"what answers at {self.address} is not {self.holder}, which the ranks meet there: the port is "
+            "another program's; give a free one to every node, --rendezvous HOST:PORT (of torchrun: "
+            "--master-port)"
+        )
 
     def connect(self, seconds: float) -> socket.socket:
         """A connection to the store on which nothing is said: it ends when the store's holder does.
@@ -144,7 +187,7 @@ class Meeting:
             except OSError as error:
                 if time.monotonic() > end:
                     raise LostRank(
-                        f"{self.holder} did not come to {self.host}:{self.port} within {seconds:g} s "
+                        f"{self.holder} did not come to {self.address} within {seconds:g} s "
                         f"({error}): is its node started, and no firewall between?"
                     ) from error
             time.sleep(POLL_SECONDS)
@@ -156,20 +199,21 @@ class Board:
     def __init__(self, meeting: Meeting, place: str | None, *, seconds: float) -> None:
         """Join the others' board, or, as the holder of the store, open it.
 
-        `place` is where this rank runs, for people. Raises TrainingError if it is not there within `seconds`.
+        `place` is where this rank runs, for people. Raises TrainingError if it is not there within `seconds`,
+        ConfigError if it is of another run, and PlanError, on all ranks, if this one is of more or fewer.
         """
         self.meeting = meeting
-        self.store = meeting.open_store(seconds)
-        """For the process groups; the board has a connection of its own, which none of theirs holds."""
+        fault = None
+        try:
+            self.store = meeting.open_store(seconds)
+            """For the process groups; the board has a connection of its own, which none of theirs holds."""
+        except TrainingError as error:
+            if not meeting.holds_store:
+                raise
+            # Another node's launcher may hold it, to tell what is wrong there.
+            fault, self.store = error, meeting.join_store(seconds)
         self._line = meeting.connect(seconds)
-        client = dist.TCPStore(
-            meeting.host,
-            meeting.port,
-            meeting.world_size,
-            False,
-            timeout=timedelta(seconds=max(seconds, ANSWER_SECONDS)),
-            wait_for_workers=False,
-        )
+        client = meeting.join_store(seconds)
         client.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         self._all = self._own = dist.PrefixStore(f"board-{meeting.attempt}", client)
         self.members: Sequence[int] = range(meeting.world_size)
@@ -177,8 +221,16 @@ class Board:
         self._lock = threading.Lock()
         self._heard: Fault | None = None
         """What ends the run, once this rank knows of it; the store may be gone by the next look."""
-        self._all.set(f"came/{meeting.rank}", self._place)
         self._holder = meeting.holder
+        try:
+            if not self._all.check(["failed"]):
+                if fault is not None:
+                    raise fault
+                self._enter()
+        except YuanError:
+            self._line.close()
+            raise
+        self._all.set(f"came/{meeting.rank}", self._place)
         if meeting.is_agents and meeting.rank == 0:
             self._all.set("beside", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         # By the address that reaches the store, others on its network reach this rank.
@@ -190,6 +242,34 @@ class Board:
         self._may_be_asked = False
         """Whether the rank before this one may not have reached it yet."""
 
+    def _enter(self) -> None:
+        """Raise ConfigError unless these are the ranks of this one's run, as far as their number tells."""
+        meeting = self.meeting
+        if meeting.world_size:
+            size = int(self._all.compare_set("size", "", str(meeting.world_size)))
+        else:
+            # Where nobody has said it yet, whoever comes shall hear, until time is up.
+            size = int(self._all.get("size")) if self._all.check(["size"]) else 1 << 30
+            self.members = range(size)
+        if self._all.add("came", 0) >= size:
+            # They hear nothing of this, for it is none of their run's.
+            raise ConfigError(
+                f"rank {meeting.rank}: all {size} ranks of a run at {meeting.address} have met already: "
+                "another one has that port; give a free one to every node, --rendezvous HOST:PORT (of "
+                "torchrun: --master-port)"
+            )
+        if meeting.world_size not in (0, size):
+            self.members = range(size)
+            error = PlanError(
+                f"started as rank {meeting.rank} of {meeting.world_size}, but at {meeting.address} {size} "
+                "ranks meet: give every node the same plan, and each run a port of its own (--rendezvous "
+                "HOST:PORT)"
+            )
+            told = self.report(str(error), error.exit_code)
+            if told is not None:
+                self.wait_until_heard(told)
+            raise error
+
     def narrow(self, members: Sequence[int]) -> None:
         """Once all have come: end with these ranks alone, this one among them."""
         self._own, self.members = dist.PrefixStore(f"fate-{members[0]}", self._all), members
@@ -197,6 +277,7 @@ class Board:
     def wait_for_all(self, seconds: float) -> None:
         """Wait until all ranks have come. Raises LostRank if some do not, or what a rank has found wrong."""
         end, world_size = time.monotonic() + seconds, self.meeting.world_size
+        self._take_part()
         self._all.add("came", 1)
         # Counted first: whoever is not there when time is up has no name in the message for being late alone.
         self._all.set(f"counted/{self.meeting.rank}", "")
@@ -206,11 +287,27 @@ class Board:
                 missing = [r for r in range(world_size) if not self._all.check([f"counted/{r}"])]
                 who = _joined([f"rank {rank}" for rank in missing])
                 raise LostRank(
-                    f"{self.name(self.meeting.rank)}: {who} did not come to {self.meeting.host}:"
-                    f"{self.meeting.port} within {seconds:g} s (train.startup_timeout); are they started?"
+                    f"{self.name(self.meeting.rank)}: {who} did not come to {self.meeting.address} "
+                    f"within {seconds:g} s (train.startup_timeout); are they started?"
                 )
             time.sleep(POLL_SECONDS)
         self._raise_fault()
+
+    def _take_part(self) -> None:
+        """Raise ConfigError, on all ranks, if another process is this rank already."""
+        rank, mine = self.meeting.rank, f"{self._place} {uuid.uuid4().hex}"
+        taken = self._all.compare_set(f"taken/{rank}", "", mine).decode()
+        if taken == mine:
+            return
+        place = taken.rpartition(" ")[0]
+        error = ConfigError(
+            f"rank {rank} has come to {self.meeting.address} twice, from {place} and from {self._place}: "
+            "start each node once, and give each run a port of its own (--rendezvous HOST:PORT)"
+        )
+        told = self.report(str(error), error.exit_code)
+        if told is not None:
+            self.wait_until_heard(told)
+        raise error
 
     def _raise_fault(self) -> None:
         fault = self.look()
@@ -247,6 +344,7 @@ class Board:
                 self._raise_fault()
                 time.sleep(POLL_SECONDS / 4)
         self._raise_fault()
+        tell_launcher(self.meeting.rank, "tells")
 
     def _reach(self, following: int) -> None:
         host, port = self._all.get(f"line/{following}").decode().split()
@@ -305,11 +403,11 @@ class Board:
                 self._own.set(f"alive/{self.meeting.rank}", "")
         return None
 
-    def report(self, text: str, exit_code: int) -> Fault | None:
-        """Tell all ranks a fault of this one. Returns the fault that ends the run: another rank's, if it was
-        told first; None if the store does not answer."""
-        mine = self.name(self.meeting.rank)
-        return self._write(Fault(self.meeting.rank, mine, text, exit_code))
+    def report(self, text: str, exit_code: int, *, where: str | None = None, silent: int = 0) -> Fault | None:
+        """Tell all ranks a fault of this one, or of `where`. Returns the fault that ends the run: another
+        rank's, if it was told first; None if the store does not answer."""
+        mine = self.name(self.meeting.rank) if where is None else where
+        return self._write(Fault(self.meeting.rank, mine, text, exit_code, silent))
 
     def accuse(self, text: str) -> Fault | None:
         """Tell that this rank has lost another one, wait for the roll call, and return what ends the run.
@@ -414,16 +512,12 @@ class Board:
     def unanswered(self) -> Fault:
         """What a rank knows to which the store has not answered in time."""
         meeting = self.meeting
-        text = (
-            f"does not answer at the ranks' meeting point {meeting.host}:{meeting.port}: stopped or cut off"
-        )
+        text = f"does not answer at the ranks' meeting point {meeting.address}: stopped or cut off"
         return Fault(0, meeting.holder, text)
 
     def _without_store(self) -> Fault:
         meeting = self.meeting
-        text = (
-            f"is gone, and with it the ranks' meeting point {meeting.host}:{meeting.port}: killed or crashed"
-        )
+        text = f"is gone, and with it the ranks' meeting point {meeting.address}: killed or crashed"
         why = ", or ended by the end of a rank there" if meeting.is_agents else ""
         return Fault(0, self._holder, text + why)
 

@@ -12,12 +12,17 @@ import socket
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 THREADS = "OMP_NUM_THREADS"
 OWN_THREADS = "YUAN_THREADS"
 """For users of torchrun who want one thread per rank: an OMP_NUM_THREADS of 1 is taken for torchrun's own."""
-LINKED = "YUAN_LINKED_DIRECTORY"
-"""Where a rank of generation tells the launcher that its links stand: from then on others notice its loss."""
+TOLD = "YUAN_TOLD_DIRECTORY"
+"""Where a rank tells its launcher how far it has come."""
+
+Told = Literal["linked", "tells"]
+"""`linked`: the links of a rank of generation stand, and from then on others notice its loss. `tells`: what
+ends this rank is told to the others, by itself or by those that have met it; before, by the launcher."""
 
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
@@ -63,7 +68,7 @@ def under_torchrun(given: Mapping[str, str] = os.environ) -> bool:
 
 def under_launch() -> bool:
     """Whether `launch` has started this process."""
-    return LINKED in os.environ
+    return TOLD in os.environ
 
 
 def set_rank_defaults() -> None:
@@ -95,6 +100,16 @@ def is_host_name(name: str) -> bool:
         return bool(socket.getaddrinfo(name, None))
     except (OSError, UnicodeError):
         return False
+
+
+def running_seconds(process: Path = Path("/proc/self/stat"), system: Path = Path("/proc/uptime")) -> float:
+    """How long this process has been running; 0 where the system does not say (Linux does)."""
+    try:
+        # The name, in brackets, may hold anything.
+        began = int(process.read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return float(system.read_text().split()[0]) - began
+    except OSError:
+        return 0.0
 
 
 def unknown_host(name: str) -> str:
@@ -164,12 +179,12 @@ def _interface_of_six(address: str) -> str | None:
     return None
 
 
-def tell_launcher(rank: int) -> None:
-    """Tell a launcher that asked for it that the links of this rank of the job stand."""
+def tell_launcher(rank: int, what: Told) -> None:
+    """Tell a launcher how far this rank of the job has come."""
     if under_launch():
-        (Path(os.environ[LINKED]) / str(rank)).touch()
+        (Path(os.environ[TOLD]) / f"{rank}-{what}").touch()
 
 
-def has_told(directory: str, rank: int) -> bool:
-    """Whether a rank has told the launcher, whose directory it is, that its links stand."""
-    return (Path(directory) / str(rank)).exists()
+def has_told(directory: str, rank: int, what: Told) -> bool:
+    """Whether a rank has told that to the launcher, whose directory it is."""
+    return (Path(directory) / f"{rank}-{what}").exists()

@@ -404,7 +404,7 @@ class _Server:
         self._link = weight_link(roles, coord.pipeline, position, connect_seconds(run.train))
         self._first = weight_buckets(roles, dtype.itemsize, trained=False)[coord.pipeline]
         self._buckets = weight_buckets(roles, dtype.itemsize, trained=True)[coord.pipeline]
-        tell_launcher(position.job_rank)
+        tell_launcher(position.job_rank, "linked")
         self._runtime, self._position, self._dtype = runtime, position, dtype
         self._version = -1
         self._job = job

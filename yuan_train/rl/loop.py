@@ -102,7 +102,7 @@ def train_rl(job: RLJob) -> None:
             with guarding():
                 engine, progress = _build_engine(job, scorers, apart)
             with engine:
-                run_loop(job.policy, engine, progress, guarding=guarding)
+                run_loop(job.policy, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
                 with guarding():
                     engine.stop_roles()
 

@@ -29,7 +29,7 @@ from yuan_train.config.errors import (
 )
 from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.environment import under_launch, under_torchrun
+from yuan_train.parallel.environment import running_seconds, tell_launcher, under_launch, under_torchrun
 from yuan_train.parallel.groups import shutdown
 from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.train.job import Position
@@ -38,8 +38,9 @@ GRACE_SECONDS = 1.5
 """How long the main thread may take to fail by itself once the run has a fault; then its process is ended."""
 TEARDOWN_SECONDS = 6.0
 """How long a rank that fails may take to tell the others and to tear down; then its process is ended."""
-MEET_SECONDS = 5.0
-"""In which a rank that cannot start meets the others, to tell them why."""
+MEET_SECONDS, MOST_SECONDS = 5.0, 60.0
+"""In which a rank that cannot start meets the others, to tell them why; and as long more as it has taken to
+come this far, at most a minute, for so slow may the others be."""
 RANKS_A_LOOK = 4096
 """Ranks that look at the board more rarely the more they are: it is one process that answers."""
 
@@ -100,6 +101,12 @@ class Ending:
             board.leave()
             if why is not None:
                 print(f"note: the run has stopped: {why}", file=sys.stderr)
+
+    def tell_stop(self) -> None:
+        """Tell the others that SIGTERM, or the end of its launcher, has stopped this rank: so they stop."""
+        board = self._board
+        if board is not None and not self._has_launcher_ended(board):
+            board.tell_stop("got SIGTERM")
 
     def _fail(self, error: BaseException, board: Board) -> BaseException:
         """Say an error of the main thread, tell the others, and return what to raise: what ends the run.
@@ -178,6 +185,39 @@ class Ending:
         self._leave(self._exit_code)
 
 
+class StopRequest:
+    """Whether SIGTERM has asked this rank to stop."""
+
+    def __init__(self, tell: Callable[[], None] | None) -> None:
+        self.is_made = False
+        self._tell = tell
+
+    def heard(self) -> bool:
+        """Whether it has, by now; then all ranks stop, and are told who was asked before they do."""
+        if self.is_made and self._tell is not None:
+            self._tell()
+            self._tell = None
+        return self.is_made
+
+
+@contextmanager
+def stop_on_sigterm(tell: Callable[[], None] | None = None) -> Iterator[StopRequest]:
+    """While inside, SIGTERM only makes a request; the run stops after the current step.
+
+    `tell` tells the other ranks; without it, nobody hears of it: others decide when to stop.
+    """
+    request = StopRequest(tell)
+
+    def request_stop(signum: int, frame: object) -> None:
+        request.is_made = True
+
+    previous = signal.signal(signal.SIGTERM, request_stop)
+    try:
+        yield request
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 @contextmanager
 def ending_together(board: Board | None, device: Device) -> Iterator[Ending]:
     """Around all that a rank does once it is connected, with the end of its process groups.
@@ -211,7 +251,8 @@ def fail_together(error: Exception | KeyboardInterrupt, position: Position) -> N
         if speaks:
             _say_own(error)
         # The first of a machine has told the others by then.
-        told = _tell(error, MEET_SECONDS if speaks else MEET_SECONDS + POLL_SECONDS)
+        seconds = MEET_SECONDS + min(running_seconds(), MOST_SECONDS)
+        told = _tell(error, seconds if speaks else seconds + POLL_SECONDS)
         if told is not None and told.text == _text(error):
             mark_as_said(error)
     raise error
@@ -231,14 +272,39 @@ def telling_interrupts(position: Position) -> Iterator[None]:
         fail_together(error, position)
 
 
+def tell_for_node(meeting: Meeting, fault: Fault, seconds: float) -> bool:
+    """Tell a fault to the ranks that meet, for the launcher of a node whose ranks cannot. Whether it could.
+
+    As one who holds the store where the meeting's rank is the first: whoever comes within `seconds` hears. If
+    another one was told first, says that.
+    """
+    told = _write(meeting, fault, seconds)
+    if told is not None and told != fault:
+        _say_cause(told)
+    return told is not None
+
+
 def _tell(error: BaseException, seconds: float) -> Fault | None:
     """Write an error to the board, if it is there within some seconds. Returns the first that was written."""
-    end = time.monotonic() + seconds
     try:
-        board = Board(Meeting.of_launcher(), "", seconds=seconds)
+        meeting = Meeting.of_launcher()
     except YuanError:
         return None
-    told = board.report(_text(error), _code_of(error))
+    tell_launcher(meeting.rank, "tells")
+    return _write(meeting, Fault(meeting.rank, "", _text(error), _code_of(error)), seconds)
+
+
+def _write(meeting: Meeting, fault: Fault, seconds: float) -> Fault | None:
+    """Write a fault to the board, and wait until it is heard, at most `seconds` in all; what is written.
+
+    None if nobody is there. A fault of nowhere is that of the meeting's rank.
+    """
+    end = time.monotonic() + seconds
+    try:
+        board = Board(meeting, "", seconds=seconds)
+        told = board.report(fault.text, fault.exit_code, where=fault.where or None, silent=fault.silent)
+    except (YuanError, RuntimeError):
+        return None
     if told is not None:
         board.wait_until_heard(told, max(end - time.monotonic(), POLL_SECONDS))
     return told

@@ -5,7 +5,6 @@ Reads top to bottom: connect and build, open the log, step, measure, save.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +27,7 @@ from yuan_train.train.agreement import (
 )
 from yuan_train.train.build import build_engine
 from yuan_train.train.clock import StepClock, device_clock
-from yuan_train.train.ending import ending_together
+from yuan_train.train.ending import StopRequest, ending_together, stop_on_sigterm
 from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, StepRequest, StepResult
 from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job
@@ -55,7 +54,7 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
         if board is not None:
             enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
         job, engine, progress = build(agree_on_job(job))
-        run_loop(job, engine, progress, guarding=ending.telling)
+        run_loop(job, engine, progress, guarding=ending.telling, tell_stop=ending.tell_stop)
 
 
 def agree_on_job(job: Job) -> Job:
@@ -74,15 +73,16 @@ def run_loop(
     progress: Progress,
     *,
     guarding: Callable[[], AbstractContextManager[object]] = nullcontext,
+    tell_stop: Callable[[], None] | None = None,
 ) -> None:
     """Step, log, evaluate, save and stop, from `progress` to the last step: for every engine.
 
-    `guarding` is around all that may fail, inside of what waits for others at its end. Collective over all
-    ranks. Raises YuanError.
+    `guarding` is around all that may fail, inside of what waits for others at its end; `tell_stop` tells the
+    other ranks that SIGTERM has stopped this one. Collective over all ranks. Raises YuanError.
     """
     with (
         engine.reading(),
-        stop_on_sigterm() as stop_requested,
+        stop_on_sigterm(tell_stop) as stop_requested,
         _open_log(job, progress) as log,
         make_saver(job, engine, log) as saver,
         watching(
@@ -185,13 +185,13 @@ def _blend_differs(job: Job) -> bool:
 
 
 def _run_steps(
-    job: Job, engine: Engine, progress: Progress, log: Log | None, saver: Saver, stop_requested: list[bool]
+    job: Job, engine: Engine, progress: Progress, log: Log | None, saver: Saver, stop_requested: StopRequest
 ) -> Progress:
     """Train from `progress` to the last step, logging and saving on the way; the progress at the end."""
     run, clock = job.run, device_clock(job.device)
     tracer = Tracer(run.train.trace, run.log.directory, grid=engine.world.grid, coord=engine.world.coord)
     while progress.step < run.train.steps:
-        request = _request(job, progress, stop=stop_requested[0] or saver.failed())
+        request = _request(job, progress, stop=stop_requested.heard() or saver.failed())
         with tracer.step(progress.step + 1, job.device, clock):
             result = _step(job, engine, request, progress.step + 1, saver)
             measured = measure_step(job, engine, progress.step + 1, clock)
@@ -277,18 +277,3 @@ def measure_step(job: Job, engine: Engine, step: int, clock: StepClock) -> Measu
         of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
     expert_tokens = engine.take_expert_tokens() if is_logged(step, job.run) else None
     return Measured(clock.lap(), of_ranks, expert_tokens, end=time.perf_counter())
-
-
-@contextmanager
-def stop_on_sigterm() -> Iterator[list[bool]]:
-    """While inside, SIGTERM only sets element 0 of the yielded list; the run stops after the current step."""
-    stop_requested = [False]
-
-    def request_stop(signum: int, frame: object) -> None:
-        stop_requested[0] = True
-
-    previous = signal.signal(signal.SIGTERM, request_stop)
-    try:
-        yield stop_requested
-    finally:
-        signal.signal(signal.SIGTERM, previous)
