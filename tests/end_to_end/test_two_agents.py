@@ -264,7 +264,7 @@ def test_a_typo_on_one_node_ends_the_other(project: Path, tmp_path: Path, wrong:
         for number, node in enumerate("ab")
     ]
     with started(lines, [HERE, HERE], tmp_path) as agents:
-        codes = [agent.wait(timeout=120) for agent in agents]
+        codes = [agent.wait(timeout=patience(120)) for agent in agents]
     said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
     assert codes == [2, 2], said
     assert re.match("error: .*unknown key 'trian'", said[wrong]) and said[wrong].count("trian:") == 1
@@ -277,7 +277,7 @@ def test_a_missing_plan_on_the_first_node_ends_the_other(project: Path, tmp_path
     meeting = f"127.0.0.1:{free_port()}"
     lines = [start(project, meeting, "a", plan=tmp_path / "nowhere.yaml"), start(project, meeting, "b")]
     with started(lines, [HERE, HERE], tmp_path) as agents:
-        codes = [agent.wait(timeout=120) for agent in agents]
+        codes = [agent.wait(timeout=patience(120)) for agent in agents]
     said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
     assert codes == [2, 2], said
     assert re.search(r"error: the run ends: launch of .*nowhere.yaml: no such file", said[1]), said
@@ -291,7 +291,7 @@ def test_a_port_in_use_on_the_first_node_ends_both(project: Path, tmp_path: Path
         socket.create_server(("127.0.0.1", port)),
         started(lines, [HERE, HERE], tmp_path) as agents,
     ):
-        codes = [agent.wait(timeout=120) for agent in agents]
+        codes = [agent.wait(timeout=patience(120)) for agent in agents]
     said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
     assert codes == [2, 2], said
     assert f"error: port {port} of this machine cannot be had" in said[0]
@@ -309,7 +309,7 @@ def test_a_rank_that_ends_before_it_has_met_the_others_is_told_by_its_launcher(
         while not children(agents[1]):
             time.sleep(0.01)
         os.kill(children(agents[1])[0], number)
-        codes = [agent.wait(timeout=120) for agent in agents]
+        codes = [agent.wait(timeout=patience(120)) for agent in agents]
     said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
     assert codes == ([1, 1] if number == signal.SIGKILL else [INTERRUPTED] * 2), said
     why = "was killed by SIGKILL" if number == signal.SIGKILL else r"interrupted \(Ctrl-C\)"

@@ -23,6 +23,7 @@ from yuan_train.config.plan import (
     RankPlan,
     StageForecast,
     StagePlan,
+    snapshot_bytes,
 )
 from yuan_train.parallel.device import CardFacts, CardMemory
 from yuan_train.train import cards
@@ -38,7 +39,6 @@ from yuan_train.train.cards import (
     host_note,
     needs_of,
     node_lines,
-    snapshot_bytes,
 )
 from yuan_train.train.job import Position, choose_device, choose_planned, prepare, types_here
 from yuan_train.train.run import train

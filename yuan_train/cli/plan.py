@@ -230,9 +230,10 @@ def _find_plan(
 ) -> tuple[PlanProblem, SearchResult, Rent | None]:
     """The best plan, its problem, which `--largest` changes, and what parts of the cluster cost, if asked."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.planner.search.search import search_plan
+    from yuan_train.planner.search.saves import search_beside_saves, with_saves
     from yuan_train.planner.search.what_if import find_largest, rent_plan
 
+    copied = run_config.copied_bytes
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     if search.objective != "step_time" or (arguments.explain and _has_prices(problem.cluster)):
         if arguments.largest:
@@ -241,12 +242,12 @@ def _find_plan(
                 "cluster, --largest among models; leave one of them out"
             )
         rent = rent_plan(problem, search, micro_batch_size=size, num_steps=run_config.train.steps)
-        return problem, rent.chosen.result, rent
+        return problem, with_saves(rent.chosen.result, problem, copied), rent
     if arguments.largest:
         largest = find_largest(problem, search, micro_batch_size=size)
         print(_largest_words(largest), file=sys.stderr)
-        return largest.problem, largest.result, None
-    return problem, search_plan(problem, search, micro_batch_size=size), None
+        return largest.problem, with_saves(largest.result, largest.problem, copied), None
+    return problem, search_beside_saves(problem, search, micro_batch_size=size, copied=copied), None
 
 
 def problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None) -> PlanProblem:

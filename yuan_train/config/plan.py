@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
@@ -461,6 +461,24 @@ def stage_unit_range(plan: Plan, stage: StagePlan) -> range:
     borders = [0.0] + [first for _, first, _ in layer_units(plan)] + [float(plan.model.num_layers)]
     first, end = borders.index(stage.layers[0], 1), borders.index(stage.layers[1], 1)
     return range(0 if stage.embedding else first, len(borders) if stage.head else end)
+
+
+def snapshot_bytes(plan: Plan, ranks: Collection[int], *, bytes_per_parameter: int) -> float:
+    """What a save in the background copies to the hosts of these ranks: over all ranks, the state of each
+    trained parameter once, of which all that hold it write equal parts."""
+    trained, total = plan.model.trained_unit_parameters, 0.0
+    for unit, size in enumerate(trained):
+        # The embedding lies with the first layer, the head with the last.
+        layer = min(max(unit - 1, 0), plan.model.num_layers - 1)
+        holders = [
+            rank
+            for pipeline in plan.pipelines
+            for stage in pipeline.stages
+            if stage.layers[0] < layer + 1 and layer < stage.layers[1]
+            for rank in stage.ranks
+        ]
+        total += size * bytes_per_parameter * sum(rank in ranks for rank in holders) / len(holders)
+    return total
 
 
 def unlike_owners(plan: Plan) -> tuple[int, int] | None:

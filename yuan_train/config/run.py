@@ -416,6 +416,16 @@ class RunConfig:
             object.__setattr__(self, "model", replace(self.model, lora=self.lora))
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes that saves in the background copy of each trained parameter to its host; 0: there are none.
+
+        Masters and both means, of fp32 at least. On cards they are pinned at the first save, and kept.
+        """
+        if not self.checkpoint.asynchronous or self.checkpoint.directory is None:
+            return 0
+        return 3 * (8 if self.train.precision == "fp64" else 4)
+
+    @property
     def feasible_search(self) -> SearchConfig:
         """`search`, without what the run's features exclude; see `CONFLICTS`."""
         search = replace(self.search, engine=self.search.engine or (self.engine,))

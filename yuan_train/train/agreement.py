@@ -171,10 +171,7 @@ def _memory_notes(job: Job) -> Iterator[str]:
         note = check_card_memory(entry, needs, memory, facts)
         if note is not None:
             yield note
-    saves = job.run.checkpoint
-    # Masters and both means, which are of fp32 at least.
-    copied = 3 * (8 if job.run.train.precision == "fp64" else 4)
-    copied *= saves.asynchronous and saves.directory is not None
+    copied = job.run.copied_bytes
     if needs.host or copied:
         note = host_note(job.plan, entry, available_bytes(), copied=copied)
         if note is not None:

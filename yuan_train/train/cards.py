@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch.cuda import nccl
 
 from yuan_train.config.devices import CATALOGUE, DeviceType, find_card
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.plan import Plan, RankPlan, is_real_card
+from yuan_train.config.plan import Plan, RankPlan, is_real_card, snapshot_bytes
 from yuan_train.config.units import show_bytes
 from yuan_train.parallel.device import CardFacts, CardMemory, cuda_of_driver
 
@@ -257,24 +257,6 @@ def check_card_memory(entry: RankPlan, needs: Needs, memory: CardMemory, card: C
         f"{_name(entry)}: the plan's forecast takes {show_bytes(wanted)} of {card.name} beside what is "
         f"reserved, but {show_bytes(free)} of {show_bytes(memory.total)} are free; others are on it: {users}"
     )
-
-
-def snapshot_bytes(plan: Plan, ranks: Collection[int], *, bytes_per_parameter: int) -> float:
-    """What a save in the background copies to the hosts of these ranks: over all ranks, the state of each
-    trained parameter once, of which all that hold it write equal parts."""
-    trained, total = plan.model.trained_unit_parameters, 0.0
-    for unit, size in enumerate(trained):
-        # The embedding lies with the first layer, the head with the last.
-        layer = min(max(unit - 1, 0), plan.model.num_layers - 1)
-        holders = [
-            rank
-            for pipeline in plan.pipelines
-            for stage in pipeline.stages
-            if stage.layers[0] < layer + 1 and layer < stage.layers[1]
-            for rank in stage.ranks
-        ]
-        total += size * bytes_per_parameter * sum(rank in ranks for rank in holders) / len(holders)
-    return total
 
 
 def host_note(plan: Plan, entry: RankPlan, available: float, *, copied: int = 0) -> str | None:

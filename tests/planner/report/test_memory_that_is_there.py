@@ -6,6 +6,7 @@ import pytest
 
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
+from yuan_train.config.plan import snapshot_bytes
 from yuan_train.config.plan_constraints import load_plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -76,3 +77,36 @@ def test_cards_and_hosts_are_not_overfilled(
         group = cards.groups[node]
         memory = group.host.memory if group.host else sum(cards.device_type(t).memory for t in group.types)
         assert num_bytes + 8 * GIB <= memory
+
+
+def test_hosts_have_room_for_saves_in_the_background_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fastest plan and the copies are more than the host has: another plan keeps less there."""
+    cluster, out = tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
+    cluster.write_text(
+        "name: workstation\nnodes:\n  - {name: a, device: RTX-3060, devices: 2, link: {bandwidth: 12 GB/s},\n"
+        "     host: {memory: 68 GiB}}\n",
+        encoding="utf-8",
+    )
+    files = [
+        "--cluster",
+        str(cluster),
+        "--model",
+        str(CONFIGS / "model" / "yuan2-2b.yaml"),
+        "--out",
+        str(out),
+    ]
+    keys = (*KEYS, "search.tensor=[1]", "data.sequence_length=2048", "train.global_batch_size=16")
+    kept, copied = list[float](), 0.0
+    for more in ((), ("checkpoint.asynchronous=true", f"checkpoint.directory={tmp_path}")):
+        assert main(["plan", *files, *keys, "search.effort=quick", *more]) == 0
+        said = capsys.readouterr().out
+        assert ("saves in the background (checkpoint.asynchronous) copy" in said) == bool(more)
+        assert "more than it has" not in said
+        plan = load_plan(out)
+        assert plan.forecast is not None
+        kept.append(sum(stage.host_memory_bytes for stage in plan.forecast.stages))
+        copied = snapshot_bytes(plan, {0, 1}, bytes_per_parameter=12)
+    assert copied == 12 * plan.model.parameters
+    assert kept[0] + copied > 60 * GIB >= kept[1] + copied

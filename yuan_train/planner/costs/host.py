@@ -30,15 +30,15 @@ def host_share(
     device: DeviceType,
     group: NodeGroup,
     *,
-    assumed_bytes: float,
+    total_bytes: float,
     reserved_bytes: float,
     measured: HostProfile | None = None,
 ) -> HostShare:
-    """The share in its host of a card of such a node, which has `assumed_bytes` if the cluster file does not
-    say; `reserved_bytes` are left to other programs. Rates that were `measured`, with all cards of a node at
+    """The share in its host, which has `total_bytes`, of a card of such a node; `reserved_bytes` are left to
+    other programs. Rates that were `measured`, with all cards of a node at
     once, are its own already."""
     host, count = group.host, group.num_cards
-    memory_bytes = max(0.0, (assumed_bytes if host is None else host.memory) - reserved_bytes) / count
+    memory_bytes = max(0.0, total_bytes - reserved_bytes) / count
     if measured is not None:
         return HostShare(
             memory_bytes=memory_bytes,

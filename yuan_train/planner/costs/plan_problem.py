@@ -279,7 +279,7 @@ class Costs:
             self.hosts[key] = host_share(
                 problem.cluster.device_type(card.type),
                 group,
-                assumed_bytes=float(sum(problem.cluster.device_type(name).memory for name in group.types)),
+                total_bytes=node_host_bytes(problem.cluster, card.node),
                 reserved_bytes=problem.host_reserved,
                 measured=problem.profile.host(card.type) if problem.profile else None,
             )
@@ -298,6 +298,14 @@ class Costs:
         problem = self.problem
         tokens = micro_batch_size * problem.sequence_length
         return float(tokens * problem.model.hidden_size * ELEMENT_BYTES[problem.precision])
+
+
+def node_host_bytes(cluster: Cluster, node: str) -> float:
+    """Host memory of a node: as the cluster file states it, or else as much as its cards have together."""
+    group = cluster.groups[node]
+    if group.host is not None:
+        return float(group.host.memory)
+    return float(sum(cluster.device_type(name).memory for name in group.types))
 
 
 @dataclass(frozen=True, kw_only=True)
