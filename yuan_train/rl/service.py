@@ -22,9 +22,8 @@ from yuan_train.parallel.groups import as_training_error
 from yuan_train.parallel.links import RolePosition, enter_role, join_role
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.engines import Channel, fates_of, job_ranks
-from yuan_train.train.ending import ending_together
+from yuan_train.train.ending import ending_together, stop_on_sigterm
 from yuan_train.train.out_of_memory import explaining_memory
-from yuan_train.train.run import stop_on_sigterm
 
 
 @contextmanager
