@@ -307,3 +307,21 @@ def test_sigterm_of_one_rank_stops_both_nodes_and_is_told(project: Path, tmp_pat
     for number in (0, 1):
         said = (tmp_path / f"agent-{number}").read_text()
         assert re.search(r"note: the run has stopped: rank 2 \(b/0 on .*\): got SIGTERM", said), said
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_ends_before_it_has_met_the_others_is_told_by_its_launcher(
+    project: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While it imports torch: nobody knows of it yet."""
+    meeting = f"127.0.0.1:{free_port()}"
+    lines = [start(project, meeting, node) for node in "ab"]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        while not children(agents[1]):
+            time.sleep(0.01)
+        os.kill(children(agents[1])[0], number)
+        codes = [agent.wait(timeout=patience(120)) for agent in agents]
+    said = [(tmp_path / f"agent-{agent}").read_text() for agent in (0, 1)]
+    assert codes == [1, 1], said
+    assert re.search(rf"error: the run ends: rank 2 \(b on .*\): was killed by {number.name}", said[0]), said
+    assert "Traceback" not in said[0] + said[1]

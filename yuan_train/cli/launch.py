@@ -472,7 +472,10 @@ def _wait(
     """
     deadline = None
     spared: list[_Child] = []
-    while any(child.process.poll() is None for child in children):
+    runs = True
+    while runs:
+        # Once more when the last one has ended, which may be the first that fails.
+        runs = any(child.process.poll() is None for child in children)
         for child in children:
             _end_if_stopped(child, patience)
             if child not in spared and child.process.poll() in (1, *_SIGNALS) and is_spared(child):
@@ -484,7 +487,7 @@ def _wait(
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             break
-        time.sleep(0.05)
+        time.sleep(0.05 if runs else 0.0)
     failed = [child for child in children if child.process.poll() not in (None, 0)]
     others = [child for child in children if child not in spared]
     _kill(children)
