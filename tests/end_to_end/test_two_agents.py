@@ -255,7 +255,7 @@ def start(project: Path, meeting: str, node: str, *more: str, plan: Path | None 
     return ["yuan_train", "launch", *files, "--rendezvous", meeting, "--this-node", node, *words(9), *more]
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("wrong", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_typo_on_one_node_ends_the_other(project: Path, tmp_path: Path, wrong: int) -> None:
     """Its launcher starts no rank, and tells those of the other, who would wait for train.startup_timeout."""
     meeting = f"127.0.0.1:{free_port()}"
@@ -298,7 +298,7 @@ def test_a_port_in_use_on_the_first_node_ends_both(project: Path, tmp_path: Path
     assert f"error: what answers at 127.0.0.1:{port} is not rank 0" in said[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_rank_that_ends_before_it_has_met_the_others_is_told_by_its_launcher(
     project: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
