@@ -76,7 +76,7 @@ MAY_IMPORT = {
         "train",
         "rl",
     },
-    "supervise": {"config", "report", "checkpoint"},
+    "supervise": {"config", "report", "checkpoint", "parallel", "train"},
     "cli": {
         "machine",
         "serve",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.project import make_project, parse_plan, run_config
-from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.cli.plan import EnginePrice
 from yuan_train.config.plan_constraints import save_plan
+from yuan_train.supervise import launched
 
 
 def test_what_the_restriction_costs() -> None:
@@ -30,9 +30,9 @@ def test_the_rank_that_logs_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def start(command: Any, rank: int, environment: Any, *, inherits_output: bool) -> Any:
         heard.extend([rank] * inherits_output)
-        return launch._Child(rank, subprocess.Popen(["true"]), None)
+        return launched._Child(rank, subprocess.Popen(["true"]), None)
 
-    monkeypatch.setattr(launch, "_start_rank", start)
+    monkeypatch.setattr(launched, "_start_rank", start)
     words = ["launch", "--config", str(run_file), "--plan", str(tmp_path / "plan.yaml")]
     assert main(words) == 0 and main([*words, "--engine", "megatron"]) == 0
     assert heard == [0, 1]

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import make_plan, run_config
-from yuan_train.cli import launch
 from yuan_train.cli.main import main
+from yuan_train.config.plan import Node
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.environment import CUDA_DEFAULTS, rank_defaults
+from yuan_train.supervise import launched
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
 RUN = Path(__file__).parents[2] / "configs" / "run" / "tiny.yaml"
@@ -77,9 +78,9 @@ def test_a_rank_under_torchrun_sets_them_before_torch_is_imported(monkeypatch: p
 def test_launch_gives_them_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    monkeypatch.setattr(launch, "count_cores", lambda: 9)
-    node = launch.Node("all", (0, 1))
-    given = launch._environment(node, 1, 1, 2, "127.0.0.1", 1)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(launched, "count_cores", lambda: 9)
+    node = Node("all", (0, 1))
+    given = launched._environment(node, 1, 1, 2, "127.0.0.1", 1)  # pyright: ignore[reportPrivateUsage]
     assert given["OMP_NUM_THREADS"] == "4" and given["CUDA_MODULE_LOADING"] == "LAZY"
     assert given["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True" and given["RANK"] == "1"
 

@@ -16,8 +16,9 @@ import pytest
 from tests.support.hosts import Machines
 from yuan_train.cli.launch_hosts import place
 from yuan_train.cli.main import main
-from yuan_train.cli.plan_nodes import Node, parse_address
+from yuan_train.cli.plan_nodes import parse_address
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.plan import Node
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.machine.crowd import Task, run_together
 from yuan_train.machine.hosts import RemoteHost, parse_hosts, read_hostfile, ssh_words

@@ -22,7 +22,7 @@ from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-IMPATIENT = {"yuan_train.cli.launch.GRACE_SECONDS": 1.0}
+IMPATIENT = {"yuan_train.supervise.launched.GRACE_SECONDS": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -298,25 +298,6 @@ def test_a_port_in_use_on_the_first_node_ends_both(project: Path, tmp_path: Path
     assert f"error: what answers at 127.0.0.1:{port} is not rank 0" in said[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_rank_that_ends_before_it_has_met_the_others_is_told_by_its_launcher(
-    project: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    """While it imports torch: nobody knows of it yet."""
-    meeting = f"127.0.0.1:{free_port()}"
-    lines = [start(project, meeting, node) for node in "ab"]
-    with started(lines, [HERE, HERE], tmp_path) as agents:
-        while not children(agents[1]):
-            time.sleep(0.01)
-        os.kill(children(agents[1])[0], number)
-        codes = [agent.wait(timeout=patience(120)) for agent in agents]
-    said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
-    assert codes == ([1, 1] if number == signal.SIGKILL else [INTERRUPTED] * 2), said
-    why = "was killed by SIGKILL" if number == signal.SIGKILL else r"interrupted \(Ctrl-C\)"
-    assert re.search(rf"error: the run ends: rank 2 \(b on .*\): {why}", said[0]), said
-    assert "Traceback" not in said[0] + said[1]
-
-
 def test_sigterm_of_one_rank_stops_both_nodes_and_is_told(project: Path, tmp_path: Path) -> None:
     lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
     with started(lines, [HERE, HERE], tmp_path) as agents:
@@ -328,7 +309,7 @@ def test_sigterm_of_one_rank_stops_both_nodes_and_is_told(project: Path, tmp_pat
         assert re.search(r"note: the run has stopped: rank 2 \(b/0 on .*\): got SIGTERM", said), said
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_rank_that_ends_before_it_has_met_the_others_is_told_by_its_launcher(
     project: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

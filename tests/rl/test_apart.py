@@ -23,7 +23,6 @@ import torch
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import as_rank, free_port, patience, spawn, start_ranks
-from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
 from yuan_train.config.errors import ConfigError, TrainingError
@@ -38,6 +37,7 @@ from yuan_train.rl.job import check_supported
 from yuan_train.rl.offers import Desk, Offers
 from yuan_train.rl.service import Requests
 from yuan_train.rl.tickets import Sample, Ticket
+from yuan_train.supervise import launched
 
 POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
 
@@ -476,14 +476,14 @@ def test_the_launcher_spares_engines_whose_loss_the_policy_decides_about(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rank to spare may be killed once its links stand; before, or if another fails, all end."""
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(launched, "GRACE_SECONDS", 0.2)
 
     def ended(*commands: str, spared: int) -> int:
         children = [
-            launch._Child(rank, subprocess.Popen(["sh", "-c", command]), None)  # pyright: ignore[reportPrivateUsage]
+            launched._Child(rank, subprocess.Popen(["sh", "-c", command]), None)  # pyright: ignore[reportPrivateUsage]
             for rank, command in enumerate(commands)
         ]
-        return launch._wait(children, lambda child: child.rank == spared, 60.0)  # pyright: ignore[reportPrivateUsage]
+        return launched._wait(children, lambda child: child.rank == spared, print, 60.0)  # pyright: ignore[reportPrivateUsage]
 
     assert ended("sleep 0.4", "kill -9 $$", spared=1) == 0
     assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err

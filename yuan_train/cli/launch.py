@@ -11,64 +11,37 @@ import errno
 import logging
 import math
 import os
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from yuan_train.cli.host_options import add_host_options, names_hosts
 from yuan_train.cli.launch_hosts import launch_on
-from yuan_train.cli.node_faults import NodeFaults
 from yuan_train.cli.plan_nodes import (
     DEFAULT_PORT,
-    Node,
     named_nodes,
     nodes_of,
     parse_address,
     torchrun_lines,
 )
-from yuan_train.config.errors import CAUSE, INTERRUPTED, ConfigError, NoDriver, YuanError, say
+from yuan_train.config.errors import ConfigError, NoDriver, YuanError, say
 from yuan_train.config.express import check_engine, express
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import Node, Plan
 from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
 from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.config.run import TrainConfig, load_run
 from yuan_train.parallel.environment import (
-    TOLD,
-    count_cores,
-    has_told,
     is_host_name,
     is_job_here,
-    network_defaults,
-    rank_defaults,
     unknown_host,
 )
+from yuan_train.supervise.launched import start_ranks
+from yuan_train.supervise.node_faults import NodeFaults
 
 logger = logging.getLogger(__name__)
-
-GRACE_SECONDS = 8.0
-"""How long the other ranks may take to notice that one has failed, and to say so, before they are killed."""
-
-STOPPED_SECONDS = 2.0
-"""How much longer than its time-out a rank may be stopped: until then the others may say that it is."""
-
-TERMINAL_SECONDS = 1.0
-"""In which a rank that a terminal's Ctrl-C has reached takes no notice of a second one any more."""
-
-_SIGNALS = tuple(-number for number in signal.valid_signals())
-"""Exit codes of a process that a signal has ended."""
-_OWN_CODES = (0, 1, 2, 3, INTERRUPTED)
-"""Exit codes with which a rank has said why."""
-PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: the signal a process gets when its parent dies."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -352,236 +325,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@dataclass
-class _Child:
-    """The process of a rank."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    output: IO[bytes] | None
-    """Its captured output; None if it writes to this process's streams."""
-    stopped_at: float | None = None
-    """Since when it is seen stopped by a signal; None: it runs."""
-
-
-def start_ranks(
-    node: Node,
-    command: Sequence[str],
-    *,
-    world_size: int,
-    address: tuple[str, int],
-    speaker: int = 0,
-    spare: Sequence[int] = (),
-    timeout_seconds: float = math.inf,
-) -> int:
-    """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
-
-    The rank `speaker`, or on another node the first, writes to this process's streams. Each rank runs
-    `yuan-train COMMAND`; `address` is the rendezvous, host and port. Forwards SIGTERM to the ranks. A rank of
-    `spare` that fails once its links stand leaves the others as they are. A rank that is stopped for longer
-    than `timeout_seconds`, in which the others give it up, is killed: it would never hear of the end.
-    """
-    children: list[_Child] = []
-    faults = NodeFaults(node.name, node.ranks, world_size, address)
-
-    def forward_signal(signum: int, frame: object) -> None:
-        for child in children:
-            if child.process.poll() is None:
-                child.process.send_signal(signum)
-
-    told = tempfile.TemporaryDirectory(prefix="yuan-train-")
-    previous = signal.signal(signal.SIGTERM, forward_signal)
-    try:
-        for local_rank, rank in enumerate(node.ranks):
-            environment = _environment(node, rank, local_rank, world_size, *address)
-            environment[TOLD] = told.name
-            speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
-            children.append(_start_rank(command, rank, environment, inherits_output=speaks))
-        patience = timeout_seconds + STOPPED_SECONDS
-        return _wait(
-            children,
-            lambda child: child.rank in spare and has_told(told.name, child.rank, "linked"),
-            lambda child: has_told(told.name, child.rank, "tells") or _tell_end(child, faults),
-            patience,
-        )
-    except KeyboardInterrupt:
-        _interrupt(children)
-        if not all(has_told(told.name, child.rank, "tells") for child in children):
-            faults.tell("interrupted (Ctrl-C)", INTERRUPTED)
-        raise
-    finally:
-        _kill(children)
-        told.cleanup()
-        signal.signal(signal.SIGTERM, previous)
-        for child in children:
-            if child.output is not None:
-                child.output.close()
-
-
-def _environment(
-    node: Node, rank: int, local_rank: int, world_size: int, host: str, port: int
-) -> dict[str, str]:
-    """The environment of a rank, with the variables that torchrun sets."""
-    return {
-        **os.environ,
-        **rank_defaults(os.environ, local_ranks=len(node.ranks), num_cores=count_cores()),
-        **(network_defaults(os.environ, host) if len(node.ranks) < world_size else {}),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(len(node.ranks)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-    }
-
-
-def _start_rank(
-    command: Sequence[str], rank: int, environment: dict[str, str], *, inherits_output: bool
-) -> _Child:
-    """Start the process of a rank; unless it inherits our streams, its output goes to a temporary file."""
-    output = None if inherits_output else tempfile.TemporaryFile()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "yuan_train", *command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=None if inherits_output else output,
-        stderr=None if inherits_output else output,
-        preexec_fn=_terminate_with_launcher,
-    )
-    return _Child(rank, process, output)
-
-
-def _terminate_with_launcher() -> None:
-    """In the new process: get SIGTERM, so save and exit, if the launcher is killed (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _wait(
-    children: list[_Child],
-    is_spared: Callable[[_Child], bool],
-    tell: Callable[[_Child], object],
-    patience: float,
-) -> int:
-    """Wait for all ranks and return the exit code; `tell` has the other nodes hear of the first failure.
-
-    After a failure the other ranks get a grace period and are then killed; the failure is printed last. One
-    that is spared is printed at once, and the others go on; if they end well, so has the job.
-    """
-    deadline = None
-    spared: list[_Child] = []
-    runs = True
-    while runs:
-        # Once more when the last one has ended, which may be the first that fails.
-        runs = any(child.process.poll() is None for child in children)
-        for child in children:
-            _end_if_stopped(child, patience)
-            if child not in spared and child.process.poll() in (1, *_SIGNALS) and is_spared(child):
-                spared.append(child)
-                _report(child)
-        ended = [child for child in children if child not in spared and child.process.poll()]
-        if deadline is None and ended:
-            tell(ended[0])
-            deadline = time.monotonic() + GRACE_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
-            break
-        time.sleep(0.05 if runs else 0.0)
-    failed = [child for child in children if child.process.poll() not in (None, 0)]
-    others = [child for child in children if child not in spared]
-    _kill(children)
-    if not failed or (others and not any(child in failed for child in others)):
-        return 0
-    culprit = min(failed, key=_blame_order)
-    _report(culprit)
-    return culprit.process.returncode if culprit.process.returncode > 0 else 1
-
-
-def _end_if_stopped(child: _Child, patience: float) -> None:
-    """Kill a rank that SIGSTOP or a like signal has stopped for more than `patience` seconds, and say so."""
-    if not _is_stopped(child):
-        child.stopped_at = None
-    elif child.stopped_at is None:
-        child.stopped_at = time.monotonic()
-    elif time.monotonic() > child.stopped_at + patience:
-        print(
-            f"error: rank {child.rank} was stopped by a signal (SIGSTOP or like it) for longer than "
-            "train.timeout, and is killed",
-            file=sys.stderr,
-        )
-        child.process.kill()
-        child.process.wait()
-
-
-def _is_stopped(child: _Child) -> bool:
-    if child.process.poll() is not None:
-        return False
-    try:
-        return os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        # It has ended just now.
-        return False
-
-
-def _blame_order(child: _Child) -> tuple[int, bool, int]:
-    """Sort key: ranks with bad input first, then ranks that were killed; the others fail because of these,
-    those last that say so."""
-    code = child.process.returncode
-    follows = any(line.startswith(f"error: {CAUSE}") for line in _captured(child))
-    return (0 if code in (2, 3) else 1 if code < 0 else 2), follows, child.rank
-
-
-def _tell_end(child: _Child, faults: NodeFaults) -> None:
-    """Tell the other nodes the end of a rank that has not come to tell it by itself."""
-    code, said = child.process.returncode, _captured(child)
-    why = _why_ended(code) or (said[-1].removeprefix("error: ") if said else f"ended with exit code {code}")
-    faults.tell("interrupted (Ctrl-C)" if code == INTERRUPTED else why, max(code, 1), rank=child.rank)
-
-
-def _why_ended(code: int) -> str | None:
-    """What has ended a rank, if it cannot have said so."""
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    if code not in _OWN_CODES:
-        return f"was ended with exit code {code}, by something that has not said why"
-    return None
-
-
-def _report(child: _Child) -> None:
-    """Print why a rank failed: the signal, and the end of its captured output."""
-    why = _why_ended(child.process.returncode)
-    if why is not None:
-        print(f"error: rank {child.rank} {why}", file=sys.stderr)
-    for line in _captured(child)[-30:]:
-        print(f"rank {child.rank}: {line}", file=sys.stderr)
-
-
-def _interrupt(children: list[_Child]) -> None:
-    """Have the ranks end after Ctrl-C, and tell those on other nodes whose end it was; another one kills.
-
-    A terminal has interrupted them too; those that do not end by that are asked here.
-    """
-    for seconds in (TERMINAL_SECONDS, GRACE_SECONDS):
-        deadline = time.monotonic() + seconds
-        while any(child.process.poll() is None for child in children) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for child in children:
-            if child.process.poll() is None and seconds == TERMINAL_SECONDS:
-                child.process.send_signal(signal.SIGINT)
-
-
-def _captured(child: _Child) -> list[str]:
-    """The lines of a rank's output, if it is captured."""
-    if child.output is None:
-        return []
-    child.output.seek(0)
-    return child.output.read().decode(errors="replace").splitlines()
-
-
-def _kill(children: list[_Child]) -> None:
-    """Kill the ranks that still run, and wait for all."""
-    for child in children:
-        if child.process.poll() is None:
-            child.process.kill()
-        child.process.wait()

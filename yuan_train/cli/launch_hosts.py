@@ -19,9 +19,9 @@ from uuid import uuid4
 from yuan_train import __version__
 from yuan_train.cli.host_options import read_hosts
 from yuan_train.cli.launch_slurm import batch_script
-from yuan_train.cli.plan_nodes import DEFAULT_PORT, Node, parse_address
+from yuan_train.cli.plan_nodes import DEFAULT_PORT, parse_address
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import Node, Plan
 from yuan_train.config.rl import is_rl_run, load_rl
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.run import load_run

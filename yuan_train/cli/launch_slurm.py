@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from yuan_train.cli.plan_nodes import Node
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import Node, Plan
 from yuan_train.config.rl_plan import RlPlan
 
 

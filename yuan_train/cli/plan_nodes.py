@@ -5,21 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.plan import Plan, node_of
+from yuan_train.config.plan import Node, Plan, node_of
 from yuan_train.config.rl_plan import RlPlan
 
 DEFAULT_PORT = 29500
-
-
-@dataclass(frozen=True)
-class Node:
-    """A machine, and the ranks that the plan has on it."""
-
-    name: str
-    ranks: tuple[int, ...]
 
 
 def nodes_of(plan: Plan | RlPlan) -> list[Node]:

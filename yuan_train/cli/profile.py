@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from yuan_train.cli.host_options import add_host_options, names_hosts, read_hosts
-from yuan_train.cli.launch import free_port, start_ranks
+from yuan_train.cli.launch import free_port
 from yuan_train.cli.launch_hosts import Errand, place, run_errand
-from yuan_train.cli.plan_nodes import DEFAULT_PORT, Node, parse_address
+from yuan_train.cli.plan_nodes import DEFAULT_PORT, parse_address
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.document import locate_cluster
 from yuan_train.config.errors import ConfigError, HostMemoryError
 from yuan_train.config.load import as_plain, write_text
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import RankPlan
+from yuan_train.config.plan import Node, RankPlan
 from yuan_train.config.profile import (
     BatchProfile,
     GenerationProfile,
@@ -40,6 +40,7 @@ from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig
 from yuan_train.config.run_paths import files_of_model, files_of_run, is_ours
 from yuan_train.machine.reach import fetch
 from yuan_train.parallel.environment import set_rank_defaults
+from yuan_train.supervise.launched import start_ranks
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device

@@ -342,6 +342,14 @@ class Plan:
         return share_only_gloo(card.backend if card is not None else "nccl" for card in cards)
 
 
+@dataclass(frozen=True)
+class Node:
+    """A machine, and the ranks that a plan has on it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 def node_of(entry: RankPlan) -> str:
     """The node of a rank's card, which is called NODE/NUMBER."""
     return entry.device.rpartition("/")[0] or entry.device

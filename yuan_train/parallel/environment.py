@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import ipaddress
 import os
+import signal
 import socket
 import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -24,6 +27,8 @@ Told = Literal["linked", "tells"]
 """`linked`: the links of a rank of generation stand, and from then on others notice its loss. `tells`: what
 ends this rank is told to the others, by itself or by those that have met it; before, by the launcher."""
 
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: the signal a process gets when its parent dies."""
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
@@ -188,3 +193,10 @@ def tell_launcher(rank: int, what: Told) -> None:
 def has_told(directory: str, rank: int, what: Told) -> bool:
     """Whether a rank has told that to the launcher, whose directory it is."""
     return (Path(directory) / f"{rank}-{what}").exists()
+
+
+def end_with_parent() -> None:
+    """In a process that is being started: get SIGTERM, to save and end, if the starting one is killed (Linux
+    only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

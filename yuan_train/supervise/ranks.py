@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -12,12 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from yuan_train.config.errors import CAUSE
+from yuan_train.parallel.environment import end_with_parent
 
 LINES_KEPT = 400
 _BY_OTHERS = re.compile(r" \(rank \d+ \(.*$")
 """How another rank has noticed a fault, behind the fault."""
-PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: the signal a process gets when its parent dies."""
 
 
 class Ranks:
@@ -32,7 +29,7 @@ class Ranks:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            preexec_fn=_end_with_agent,
+            preexec_fn=end_with_parent,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -68,9 +65,3 @@ class Ranks:
             self._lines.append(line.rstrip("\n"))
             sys.stderr.write(line)
             sys.stderr.flush()
-
-
-def _end_with_agent() -> None:
-    """In the new process: get SIGTERM, for ranks to save and end, if the agent is killed (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
