@@ -106,7 +106,7 @@ def test_a_model_on_the_command_line_is_relative_to_the_working_directory(folder
     ("before", "after", "message"),
     [
         ("../model/toy.yaml", "toy.yaml", "run/run.yaml:1: model: run/toy.yaml: no such file"),
-        ("../model/toy.yaml", "3", "run/run.yaml:1: model: wanted keys and values, got 3"),
+        ("../model/toy.yaml", "3", "run/run.yaml:1: model: wanted keys and values (name, "),
         (
             "sequence_length: 512",
             "sequence_length: 513",

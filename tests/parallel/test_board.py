@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,11 +42,6 @@ def meet(behaviours: list[Callable[[Board], None]]) -> list[Exception | None]:
     return [error for _, error in ended]
 
 
-def end(board: Board) -> None:
-    """As if killed."""
-    board.close()
-
-
 def refuse(board: Board) -> None:
     """As behind a firewall, which lets connections to others through."""
     board._listener.close()  # pyright: ignore[reportPrivateUsage]
@@ -53,7 +49,18 @@ def refuse(board: Board) -> None:
 
 
 def test_a_rank_that_ends_before_it_is_watched_is_named_by_all() -> None:
-    first, second, third = meet([Board.join_ring, end, Board.join_ring])
+    ended = threading.Event()
+
+    def end(board: Board) -> None:
+        """As if killed."""
+        board.close()
+        ended.set()
+
+    def join(board: Board) -> None:
+        assert ended.wait(60)
+        board.join_ring()
+
+    first, second, third = meet([join, end, join])
     assert second is None
     for error in (first, third):
         assert error is not None and "rank 1 (n/1 on " in str(error) and "does not answer" in str(error)

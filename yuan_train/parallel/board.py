@@ -141,27 +141,32 @@ class Meeting:
     def join_store(self, seconds: float) -> dist.TCPStore:
         """A connection to the store, where somebody listens. Raises ConfigError if that is another program.
 
-        Torch greets it, and waits for ever for the answer of a program that says nothing.
+        Torch greets it, and waits for ever for the answer of a program that says nothing. A store that is
+        just being opened, on a busy machine, may refuse a greeting or answer late: it is greeted again.
         """
         joined: list[dist.TCPStore] = []
+        end = time.monotonic() + 2 * ANSWER_SECONDS
 
         def join() -> None:
-            # What is there but no store is told below, once.
-            with suppress(RuntimeError, ValueError):
-                joined.append(
-                    dist.TCPStore(
-                        self.host,
-                        self.port,
-                        self.world_size or None,
-                        False,
-                        timeout=timedelta(seconds=max(seconds, ANSWER_SECONDS)),
-                        wait_for_workers=False,
+            while not joined and time.monotonic() < end:
+                # What is there but no store is told below, once.
+                with suppress(RuntimeError, ValueError):
+                    joined.append(
+                        dist.TCPStore(
+                            self.host,
+                            self.port,
+                            self.world_size or None,
+                            False,
+                            timeout=timedelta(seconds=max(seconds, ANSWER_SECONDS)),
+                            wait_for_workers=False,
+                        )
                     )
-                )
+                    return
+                time.sleep(POLL_SECONDS)
 
         thread = threading.Thread(target=join, name="greeting", daemon=True)
         thread.start()
-        thread.join(ANSWER_SECONDS)
+        thread.join(2 * ANSWER_SECONDS)
         if joined:
             return joined[0]
         raise ConfigError(
