@@ -21,6 +21,7 @@ from yuan_train.cli.host_options import add_host_options, names_hosts
 from yuan_train.cli.launch_hosts import launch_on
 from yuan_train.cli.plan_nodes import (
     DEFAULT_PORT,
+    meeting_address,
     named_nodes,
     nodes_of,
     parse_address,
@@ -33,11 +34,7 @@ from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
 from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.config.run import TrainConfig, load_run
-from yuan_train.parallel.environment import (
-    is_host_name,
-    is_job_here,
-    unknown_host,
-)
+from yuan_train.parallel.environment import is_host_name, is_job_here, unknown_host
 from yuan_train.supervise.launched import start_ranks
 from yuan_train.supervise.node_faults import NodeFaults
 
@@ -94,7 +91,7 @@ class _EarlierName(argparse.Action):
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
-    with telling_other_nodes(arguments):
+    with _telling_other_nodes(arguments):
         plan, name, speaker, train = _read_plan(arguments, overrides)
         command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
         spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
@@ -112,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def telling_other_nodes(arguments: argparse.Namespace) -> Iterator[None]:
+def _telling_other_nodes(arguments: argparse.Namespace) -> Iterator[None]:
     """Around what a launcher does before its ranks run: what it finds wrong is said, and told to the other
     nodes of its `plan`, which would wait for it."""
     try:
@@ -128,23 +125,17 @@ def telling_other_nodes(arguments: argparse.Namespace) -> Iterator[None]:
 
 def _faults_of(arguments: argparse.Namespace) -> NodeFaults | None:
     """What is known of the nodes of a launcher's run, whose files may be wrong; None: not where they meet."""
+    known: tuple[str | None, tuple[int, ...], int] = None, (), 0
+    meeting = arguments.rendezvous
     with suppress(YuanError):
-        try:
-            plan = (load_rl_plan if names_rl_plan(arguments.plan) else load_plan)(arguments.plan)
-            nodes = _nodes_for(plan, arguments)
-        except YuanError:
-            if arguments.rendezvous is None:
-                return None
-            host, port = parse_address(arguments.rendezvous)
-            return NodeFaults(None, (), 0, (host, port or DEFAULT_PORT))
-        host, port = parse_address(arguments.rendezvous or nodes[0].name)
-        address = host, port or DEFAULT_PORT
-        try:
-            node = _this_node(nodes, arguments.this_node)
-        except ConfigError:
-            # It may be the plan of another run.
-            return NodeFaults(None, (), 0, address)
-        return NodeFaults(node.name, node.ranks, plan.world_size, address)
+        plan = (load_rl_plan if names_rl_plan(arguments.plan) else load_plan)(arguments.plan)
+        nodes = _nodes_for(plan, arguments)
+        meeting = meeting or nodes[0].name
+        # A node that it does not have may be one of another plan.
+        node = _this_node(nodes, arguments.this_node)
+        known = node.name, node.ranks, plan.world_size
+    with suppress(YuanError):
+        return NodeFaults(*known, meeting_address(meeting)) if meeting else None
     return None
 
 
@@ -282,8 +273,7 @@ def _this_node(nodes: list[Node], wanted: str | None) -> Node:
 def _rendezvous_address(nodes: list[Node], node: Node, rendezvous: str | None) -> tuple[str, int]:
     """Host and port of the rendezvous: as given, else on this machine, else on the first node."""
     if rendezvous is not None:
-        host, port = parse_address(rendezvous)
-        return host, port or DEFAULT_PORT
+        return meeting_address(rendezvous)
     if len(nodes) == 1 or node.name == "all":
         return "127.0.0.1", free_port()
     return nodes[0].name, DEFAULT_PORT

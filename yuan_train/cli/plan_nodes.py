@@ -48,10 +48,10 @@ def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous:
                 f"torchrun numbers the ranks of a node one after the other, but node {node.name} has "
                 f"{list(node.ranks)}: its roles' cards are apart; run this on each node without --print"
             )
-    host, port = parse_address(rendezvous or ("127.0.0.1" if len(nodes) == 1 else nodes[0].name))
+    host, port = meeting_address(rendezvous or ("127.0.0.1" if len(nodes) == 1 else nodes[0].name))
     return [
         f"torchrun --nnodes={len(nodes)} --node-rank={i} --nproc-per-node={len(node.ranks)} "
-        f"--master-addr={host} --master-port={port or DEFAULT_PORT} -m yuan_train {shlex.join(command)}"
+        f"--master-addr={host} --master-port={port} -m yuan_train {shlex.join(command)}"
         + ("" if len(nodes) == 1 else f"    # on {node.name}")
         for i, node in enumerate(nodes)
     ]
@@ -59,6 +59,12 @@ def torchrun_lines(nodes: Sequence[Node], command: Sequence[str], *, rendezvous:
 
 def _follow_each_other(ranks: Sequence[int]) -> bool:
     return list(ranks) == list(range(ranks[0], ranks[0] + len(ranks)))
+
+
+def meeting_address(rendezvous: str) -> tuple[str, int]:
+    """Host and port of HOST[:PORT], where ranks meet. Raises ConfigError."""
+    host, port = parse_address(rendezvous)
+    return host, port or DEFAULT_PORT
 
 
 def parse_address(address: str) -> tuple[str, int | None]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from yuan_train.cli.host_options import add_host_options, names_hosts, read_hosts
 from yuan_train.cli.launch import free_port
 from yuan_train.cli.launch_hosts import Errand, place, run_errand
-from yuan_train.cli.plan_nodes import DEFAULT_PORT, parse_address
+from yuan_train.cli.plan_nodes import meeting_address
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.document import locate_cluster
@@ -170,8 +170,7 @@ def _start_nodes(cluster: Cluster | None, arguments: argparse.Namespace) -> int:
             f"--this-node {arguments.this_node}: wanted one of {', '.join(ranks)}, and --rendezvous HOST:PORT"
         )
     node = Node(arguments.this_node, tuple(ranks[arguments.this_node]))
-    host, port = parse_address(arguments.rendezvous)
-    address = (host, port or DEFAULT_PORT)
+    address = meeting_address(arguments.rendezvous)
     return start_ranks(node, _words(arguments), world_size=len(cluster.cards), address=address)
 
 

@@ -148,7 +148,7 @@ class Meeting:
         end = time.monotonic() + 2 * ANSWER_SECONDS
 
         def join() -> None:
-            while not joined and time.monotonic() < end:
+            while time.monotonic() < end:
                 # What is there but no store is told below, once.
                 with suppress(RuntimeError, ValueError):
                     joined.append(

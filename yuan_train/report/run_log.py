@@ -139,8 +139,8 @@ def read_run(directory: str | Path) -> RunLog:
     folder = Path(directory)
     path = folder / METRICS
     if not path.is_file():
-        what = f"has no {METRICS}" if folder.is_dir() else "no such directory"
-        what = "is a file" if folder.is_file() else what
+        there = "is a file" if folder.is_file() else "no such directory"
+        what = f"has no {METRICS}" if folder.is_dir() else there
         raise ConfigError(f"{folder}: {what}; wanted the log directory of a run (log.directory)")
     steps = [line for line in _read_lines(path) if _is_step(line)]
     if not steps:

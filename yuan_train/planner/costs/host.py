@@ -35,8 +35,7 @@ def host_share(
     measured: HostProfile | None = None,
 ) -> HostShare:
     """The share in its host, which has `total_bytes`, of a card of such a node; `reserved_bytes` are left to
-    other programs. Rates that were `measured`, with all cards of a node at
-    once, are its own already."""
+    other programs. Rates that were `measured`, with all cards of a node at once, are its own already."""
     host, count = group.host, group.num_cards
     memory_bytes = max(0.0, total_bytes - reserved_bytes) / count
     if measured is not None:

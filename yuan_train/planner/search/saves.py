@@ -7,11 +7,10 @@ what the plan keeps there, another search leaves that much room on every host.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.plan import snapshot_bytes
+from yuan_train.config.plan import node_of, snapshot_bytes
 from yuan_train.config.run import SearchConfig
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.plan_problem import PlanProblem, node_host_bytes
@@ -47,17 +46,17 @@ def search_beside_saves(
 
     If no such plan fits, the one that leaves too little, with a note that says so.
     """
-    result, given, room = search_plan(problem, search, micro_batch_size=micro_batch_size), problem, 0.0
+    result, room = search_plan(problem, search, micro_batch_size=micro_batch_size), 0.0
     for _ in range(MOST_SEARCHES if copied else 0):
         over = [use for use in host_uses(result, problem, copied) if use.is_over and use.kept]
         if not over:
             break
         room = max(room, *(use.copied for use in over))
         given = replace(problem, host_reserved=problem.host_reserved + int(room))
-        with suppress(NoPlanFits):
+        try:
             result = search_plan(given, search, micro_batch_size=micro_batch_size)
-            continue
-        break
+        except NoPlanFits:
+            break
     return with_saves(result, problem, copied)
 
 
@@ -83,6 +82,6 @@ def host_uses(result: SearchResult, problem: PlanProblem, copied: int) -> Iterat
         for card in stage.cards:
             kept[card.node] = kept.get(card.node, 0.0) + stage.host_bytes
     for node, state in kept.items():
-        ranks = {entry.rank for entry in plan.ranks if entry.device.rpartition("/")[0] == node}
+        ranks = {entry.rank for entry in plan.ranks if node_of(entry) == node}
         available = max(0.0, node_host_bytes(problem.cluster, node) - problem.host_reserved)
         yield HostUse(node, state, snapshot_bytes(plan, ranks, bytes_per_parameter=copied), available)
