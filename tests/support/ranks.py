@@ -179,6 +179,9 @@ def _keep_own_gradient(self: OwnedState) -> None:
 
 
 def _keep_own_tensor(self: transport.GroupTransport, tensor: torch.Tensor, root: int, what: str) -> Any:
+    """Zeros where it should have come: what memory held before may be anything, NaN too, which ends a run."""
+    if torch.distributed.get_rank() != root:
+        tensor.zero_()
     return self._pending(None, (tensor,), what)
 
 
