@@ -117,7 +117,7 @@ PLANNER_FLOORS = ("native", "costs", "evaluate", "search", "roles", "report")
 
 PYDANTIC = {"config/load.py", "config/units.py", "serve/protocol.py"}
 PLANNER = {"cli/estimate.py", "cli/plan.py", "cli/simulate.py", "cli/trace.py"}
-PLANNER |= {"cli/plan_rl.py", "cli/simulate_rl.py", "cli/supervise.py"}
+PLANNER |= {"cli/supervise.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
 
 

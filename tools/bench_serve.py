@@ -32,8 +32,7 @@ import torch
 
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.spawn import free_port
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import weights_state
+from yuan_train.checkpoint.hf import export_hf, weights_state
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.model import ModelConfig

@@ -16,8 +16,7 @@ import torch
 
 from tests.support.project import MODEL
 from tests.support.yuan_hf import GOLDEN, copy_of, read_published, same_bits
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import import_hf, weights_state
+from yuan_train.checkpoint.hf import export_hf, import_hf, weights_state
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed, split_into_shards

@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.yuan_hf import GOLDEN, copy_of
-from yuan_train.checkpoint import hf_export
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import import_hf
+from yuan_train.checkpoint import hf
+from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import CheckpointError
 from yuan_train.models.yuan.hf import model_from_config
@@ -270,7 +269,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_export, "write_safetensors", full)
+    monkeypatch.setattr(hf, "write_safetensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
         export_hf(find_checkpoint(tmp_path / "a"), tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from tests.support.yuan_hf import GOLDEN
-from yuan_train.checkpoint.hf_import import import_hf
+from yuan_train.checkpoint.hf import import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
-from yuan_train.checkpoint.megatron_export import export_megatron
-from yuan_train.checkpoint.megatron_import import FILE, import_megatron, join_shards, take_shard
+from yuan_train.checkpoint.megatron import FILE, export_megatron, import_megatron, join_shards, take_shard
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError
 from yuan_train.models.transformer import Transformer

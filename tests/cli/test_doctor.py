@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.project import make_plan, run_config
-from yuan_train.cli import doctor, doctor_host
+from yuan_train.cli import doctor
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
 
@@ -193,15 +193,15 @@ def test_a_card_without_bf16_is_detected() -> None:
 
 def test_the_disk_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "not" / "there"
-    found = doctor_host.disk_facts(str(missing))
+    found = doctor.disk_facts(str(missing))
     assert found["fault"] is None and found["free_bytes"] > 0 and found["is_direct"] in (True, False)
-    assert not list(tmp_path.iterdir()) and "room can be reserved" in doctor_host.disk_line(found)
-    assert "takes memory" in doctor_host.disk_line(found | {"is_direct": False})
-    assert "is not set" in doctor_host.disk_line(doctor_host.disk_facts(None))
+    assert not list(tmp_path.iterdir()) and "room can be reserved" in doctor.disk_line(found)
+    assert "takes memory" in doctor.disk_line(found | {"is_direct": False})
+    assert "is not set" in doctor.disk_line(doctor.disk_facts(None))
 
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    words = doctor_host.disk_line(doctor_host.disk_facts(str(tmp_path)))
+    words = doctor.disk_line(doctor.disk_facts(str(tmp_path)))
     assert words.startswith("NOT USABLE") and "No space left" in words

@@ -16,7 +16,7 @@ from tests.support.hosts import Machines
 from tests.support.project import MODEL, WORDS
 from yuan_train.cli import up
 from yuan_train.cli.main import main
-from yuan_train.cli.up_run import find_aim, run_text
+from yuan_train.cli.up import find_aim, run_text
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.model import load_model
 from yuan_train.config.run import load_run

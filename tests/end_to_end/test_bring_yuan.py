@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from tests.support.project import make_plan, make_project, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from tests.support.yuan_hf import GOLDEN, read_published, same_bits
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import import_hf
+from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.cli.main import main
 from yuan_train.data.indexed import IndexedWriter

@@ -20,8 +20,7 @@ import torch
 
 from tests.support.hf_decoders import write_llama
 from tests.support.yuan_hf import read_published, same_bits
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import import_hf, weights_state
+from yuan_train.checkpoint.hf import export_hf, import_hf, weights_state
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.model import ModelConfig, RopeScaling

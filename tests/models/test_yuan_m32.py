@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from tests.support.models import tiny_model
 from tests.support.yuan_hf import read_published, same_bits
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import Imported, import_hf
+from yuan_train.checkpoint.hf import Imported, export_hf, import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.config.architecture import find_parameter
 from yuan_train.config.errors import CheckpointError

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.models import tiny_model
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import weights_state
+from yuan_train.checkpoint.hf import export_hf, weights_state
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.models.transformer import Transformer, init_weights

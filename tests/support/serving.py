@@ -15,7 +15,7 @@ from tests.support.hf_decoders import write_tokenizer
 from tests.support.models import tiny_model
 from tests.support.project import parse_plan
 from tests.support.spawn import Command, start_ranks
-from yuan_train.checkpoint.hf_import import weights_state
+from yuan_train.checkpoint.hf import weights_state
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig

@@ -12,7 +12,7 @@ import torch
 from tests.support.models import tiny_model
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
-from yuan_train.checkpoint.hf_export import export_hf
+from yuan_train.checkpoint.hf import export_hf
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import validate_model

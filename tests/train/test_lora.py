@@ -13,11 +13,9 @@ import torch
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from tests.support.rl import write_rl
-from yuan_train.checkpoint.hf_export import export_hf
-from yuan_train.checkpoint.hf_import import import_hf
+from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import find_checkpoint, load_weights, tensor_names
-from yuan_train.checkpoint.megatron_export import export_megatron
-from yuan_train.checkpoint.megatron_import import import_megatron
+from yuan_train.checkpoint.megatron import export_megatron, import_megatron
 from yuan_train.cli.main import main
 from yuan_train.config.architecture import ADAPTERS, is_trained
 from yuan_train.config.errors import CheckpointError, ConfigError

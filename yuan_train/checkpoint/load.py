@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from yuan_train.checkpoint.local_shards import LoadPlanner, LocalShard, Tensors
-from yuan_train.checkpoint.metadata import Reader
+from yuan_train.checkpoint.local_shards import LoadPlanner, LocalShard, Reader, Tensors
 from yuan_train.checkpoint.names import (
     BUFFERS,
     LATEST,

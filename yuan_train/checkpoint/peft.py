@@ -17,9 +17,16 @@ from typing import Any
 
 import torch
 
-from yuan_train.checkpoint.hf_export import Exported
-from yuan_train.checkpoint.hf_files import DTYPES, find_tokenizer_file, open_safetensors, read_json_object
-from yuan_train.checkpoint.hf_import import Imported, is_finite, weights_state
+from yuan_train.checkpoint.hf import (
+    DTYPES,
+    Exported,
+    Imported,
+    find_tokenizer_file,
+    is_finite,
+    open_safetensors,
+    read_json_object,
+    weights_state,
+)
 from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed, write_safetensors

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from yuan_train.checkpoint.local_shards import SavePlanner, Tensors
-from yuan_train.checkpoint.metadata import Reader
+from yuan_train.checkpoint.local_shards import Reader, SavePlanner, Tensors
 from yuan_train.checkpoint.names import (
     LATEST,
     STATE,

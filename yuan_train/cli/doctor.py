@@ -7,15 +7,18 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
+import resource
+import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yuan_train import __version__
-from yuan_train.cli.doctor_host import cpu_flops, disk_facts, disk_line, host_facts, host_line
 from yuan_train.cli.doctor_nodes import ask_nodes, node_lines, obstacles
 from yuan_train.cli.plan_nodes import nodes_of
 from yuan_train.cli.preflight import check, see_host, summary, words
@@ -448,3 +451,79 @@ def _columns(rows: list[list[str]]) -> Iterator[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+
+
+NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def host_facts() -> Facts:
+    """What stages may put on this host: bytes, None without a limit."""
+    from yuan_train.parallel.tiers.slab import MAX_SHARE, available_bytes
+
+    available, (locked, _) = available_bytes(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return {
+        "available_bytes": None if math.isinf(available) else MAX_SHARE * available,
+        "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "numa_nodes": len(list(NUMA_NODES.glob("node[0-9]*"))) or None,
+    }
+
+
+def cpu_flops(size: int = 512, repeats: int = 4) -> float:
+    """FLOP/s of fp32 matrix products on the threads that torch has here: the best of a few."""
+    import torch
+
+    left = torch.ones(size, size)
+    seconds: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(left, left)
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * size**3 / min(seconds)
+
+
+def host_line(host: Facts) -> str:
+    """How much stages may put on this host, and whether it may be pinned."""
+    from yuan_train.config.units import show_bytes
+
+    available, locked, nodes = host["available_bytes"], host["memlock_bytes"], host["numa_nodes"]
+    room = "not known" if available is None else f"at most {show_bytes(available)} now"
+    limit = "no limit of locked memory"
+    if locked is not None:
+        limit = f"locked memory is limited to {show_bytes(locked)} (`ulimit -l`): CUDA may not pin it"
+    where = "NUMA nodes not known" if nodes is None else f"{nodes} NUMA node{'s' * (nodes > 1)}"
+    tiers = "optimizer_offload, activation_offload and parameter_offload"
+    return f"host memory for {tiers}: {room}; {limit}; {where}"
+
+
+def disk_facts(directory: str | None) -> Facts:
+    """Of `memory.disk_directory`: whether a rank could keep its state there now, and how."""
+    from yuan_train.config.errors import DiskError
+    from yuan_train.parallel.tiers.disk import PAGE, DiskFile
+
+    facts: Facts = {"directory": directory, "fault": None, "is_direct": None, "free_bytes": None}
+    if directory is None:
+        return facts
+    own = Path(directory).absolute()
+    # A run makes the directory; here the nearest one that is there is tried, and nothing stays behind.
+    there = next(folder for folder in (own, *own.parents) if folder.is_dir())
+    facts["free_bytes"] = shutil.disk_usage(there).free
+    try:
+        facts["is_direct"] = DiskFile(there, PAGE).is_direct
+    except DiskError as error:
+        facts["fault"] = str(error)
+    return facts
+
+
+def disk_line(disk: Facts) -> str:
+    """The same as text."""
+    from yuan_train.config.units import show_bytes
+
+    if disk["directory"] is None:
+        return "the run puts no state on disks: memory.disk_directory is not set"
+    if disk["fault"] is not None:
+        return f"NOT USABLE for optimizer_disk: {disk['fault']}"
+    way = "direct requests work"
+    if not disk["is_direct"]:
+        way = "no direct requests (O_DIRECT): the page cache keeps a copy, and takes memory"
+    free = show_bytes(disk["free_bytes"])
+    return f"{disk['directory']}: writable, {free} free, room can be reserved (fallocate), {way}"

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from yuan_train.checkpoint.hub import NAME, push_model
+from yuan_train.checkpoint.hf import HUB_NAME, push_model
 from yuan_train.config.errors import ConfigError
 
 
@@ -46,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Export and report."""
     if not arguments.shard_size > 0:
         raise ConfigError(f"--shard-size: {arguments.shard_size}; wanted a number of gigabytes above 0")
-    if arguments.push and not NAME.fullmatch(arguments.push):
+    if arguments.push and not HUB_NAME.fullmatch(arguments.push):
         raise ConfigError(f"--push: {arguments.push!r}; wanted ORG/NAME, as models of the Hub are called")
-    from yuan_train.checkpoint.hf_export import export_hf
+    from yuan_train.checkpoint.hf import export_hf
     from yuan_train.checkpoint.load import find_checkpoint
     from yuan_train.checkpoint.peft import export_adapter
 

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from yuan_train.checkpoint.load import find_checkpoint
-    from yuan_train.checkpoint.megatron_export import export_megatron
+    from yuan_train.checkpoint.megatron import export_megatron
 
     checkpoint = find_checkpoint(arguments.checkpoint)
     for note in checkpoint.notes:

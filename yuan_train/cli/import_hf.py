@@ -17,7 +17,7 @@ from yuan_train.config.load import dump_plain
 from yuan_train.config.model import RotaryForm
 
 if TYPE_CHECKING:
-    from yuan_train.checkpoint.hf_import import Imported
+    from yuan_train.checkpoint.hf import Imported
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -87,13 +87,11 @@ def _import_adapters(folder: Path, arguments: argparse.Namespace) -> Imported:
 
 def _import_model(folder: Path, arguments: argparse.Namespace) -> Imported:
     """Import a folder, or a model of the Hub, which is fetched first."""
-    from yuan_train.checkpoint.hf_files import check_is_published
-    from yuan_train.checkpoint.hf_import import import_hf
-    from yuan_train.checkpoint.hub import NAME, fetch_model
+    from yuan_train.checkpoint.hf import HUB_NAME, check_is_published, fetch_model, import_hf
 
     name = None
     check_is_published(folder)
-    if not folder.exists() and NAME.fullmatch(arguments.folder):
+    if not folder.exists() and HUB_NAME.fullmatch(arguments.folder):
         name = folder.name
         folder = fetch_model(arguments.folder)
     _check_tokenizer(folder)
@@ -120,7 +118,7 @@ def _check_tokenizer(folder: Path) -> None:
 
     Raises DataError if it cannot be read, or if it has more pieces than config.json has vocabulary rows.
     """
-    from yuan_train.checkpoint.hf_files import TOKENIZER_FILES
+    from yuan_train.checkpoint.hf import TOKENIZER_FILES
     from yuan_train.data.tokenizer import Tokenizer
 
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

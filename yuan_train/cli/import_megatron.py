@@ -29,7 +29,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Import and report."""
     model = load_model(arguments.model) if arguments.model else None
-    from yuan_train.checkpoint.megatron_import import import_megatron
+    from yuan_train.checkpoint.megatron import import_megatron
 
     done = import_megatron(arguments.folder, arguments.out, model=model)
     for note in done.notes:

@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from yuan_train.cli.host_options import add_host_options, names_hosts
-from yuan_train.cli.launch_hosts import launch_on
+from yuan_train.cli.launch_hosts import add_host_options, launch_on, names_hosts
 from yuan_train.cli.plan_nodes import (
     DEFAULT_PORT,
     meeting_address,

@@ -11,25 +11,107 @@ import ipaddress
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from yuan_train import __version__
-from yuan_train.cli.host_options import read_hosts
-from yuan_train.cli.launch_slurm import batch_script
 from yuan_train.cli.plan_nodes import DEFAULT_PORT, parse_address
+from yuan_train.config.document import CONFIGS, Document, Keys, is_list, is_mapping, override, read_document
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import STATE, locate_model
 from yuan_train.config.plan import Node, Plan
 from yuan_train.config.rl import is_rl_run, load_rl
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.run import load_run
-from yuan_train.config.run_paths import files_of_run
-from yuan_train.machine.crowd import Task, run_together
-from yuan_train.machine.hosts import RemoteHost
+from yuan_train.machine.hosts import RemoteHost, parse_hosts, read_hostfile, slurm_hosts
 from yuan_train.machine.look import Print, prints
-from yuan_train.machine.reach import Facts, look_at, on_each, send
+from yuan_train.machine.reach import Facts, Task, look_at, on_each, run_together, send
+
+
+@dataclass(frozen=True)
+class Component:
+    """Adjacent nodes of the plan with the same cards: one component of a heterogeneous job."""
+
+    cards: tuple[str, ...]
+    """The type of each."""
+    nodes: tuple[str, ...]
+
+
+def batch_script(
+    plan: Plan | RlPlan, nodes: Sequence[Node], words: Sequence[str], *, name: str, options: str
+) -> str:
+    """A script for sbatch: a component for each kind of node, and `yuan-train WORDS` in the first of them.
+
+    `options` are those of sbatch for every component.
+    """
+    lines = ["#!/usr/bin/env bash", f"#SBATCH --job-name={name}"]
+    for number, component in enumerate(components(plan, nodes)):
+        if number:
+            lines.append("#SBATCH hetjob")
+        kinds = " + ".join(dict.fromkeys(component.cards))
+        lines.append(f"# {kinds}: {', '.join(component.nodes)}")
+        cards = f" --gpus-per-node={len(component.cards)}" if not kinds.startswith("CPU") else ""
+        lines.append(
+            f"#SBATCH --nodes={len(component.nodes)} --ntasks-per-node=1{cards}"
+            f"{' ' + options if options else ''}"
+        )
+    lines += ["set -euo pipefail", 'cd "$SLURM_SUBMIT_DIR"', f"exec {shlex.join(['yuan-train', *words])}"]
+    return "\n".join(lines) + "\n"
+
+
+def components(plan: Plan | RlPlan, nodes: Sequence[Node]) -> Iterator[Component]:
+    """The plan's nodes, grouped into runs with the same cards."""
+    types = {entry.rank: entry.type for entry in plan.ranks}
+    last: Component | None = None
+    for node in nodes:
+        cards = tuple(types[rank] for rank in node.ranks)
+        if last is not None and last.cards == cards:
+            last = Component(cards, (*last.nodes, node.name))
+            continue
+        if last is not None:
+            yield last
+        last = Component(cards, (node.name,))
+    if last is not None:
+        yield last
+
+
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `read_hosts` reads, and --copy."""
+    group = parser.add_argument_group("other machines", "started from this one, which may be one of them")
+    group.add_argument("--hosts", metavar="A,B,C", help="the machines, by name or address")
+    group.add_argument(
+        "--hostfile", metavar="F", help="a file with a line for each machine: HOST [NODE] [slots=N]"
+    )
+    group.add_argument("--slurm", action="store_true", help="the machines of the Slurm job around this call")
+    group.add_argument("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
+    group.add_argument(
+        "--copy",
+        action="store_true",
+        help="copy the files that a machine lacks, or has otherwise, from here; each is named",
+    )
+
+
+def names_hosts(arguments: argparse.Namespace) -> bool:
+    """Whether other machines are named. Raises ConfigError for several sources of them, or --copy alone."""
+    given = [name for name in ("hosts", "hostfile", "slurm") if getattr(arguments, name) not in (None, False)]
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0]} and --{given[1]}: both name the machines; wanted one of them")
+    if not given and arguments.copy:
+        raise ConfigError("--copy: to which machines? Give --hosts A,B,C, --hostfile F or --slurm")
+    return bool(given)
+
+
+def read_hosts(arguments: argparse.Namespace) -> list[RemoteHost]:
+    """The machines that are named. Raises ConfigError for wrong names."""
+    if arguments.slurm:
+        return slurm_hosts()
+    if arguments.hosts is not None:
+        return parse_hosts(arguments.hosts, arguments.ssh)
+    return read_hostfile(arguments.hostfile, arguments.ssh)
+
 
 PASSED_ON = ("NCCL_", "GLOO_", "TORCH_", "YUAN_")
 """How the variables begin that ranks elsewhere get from this machine's environment, besides their own."""
@@ -319,3 +401,97 @@ def launch_on(
         print_lines(places, errand)
         return 0
     return run_errand(places, errand)
+
+
+OUTPUTS = (
+    ("checkpoint",),
+    ("log",),
+    ("memory",),
+)
+"""Sections whose paths the run writes; `checkpoint.resume` names one that it reads."""
+ANYWHERE = ("prefix", "file", "pairs", "tokenizer", "evaluation")
+"""Keys of paths that must be there on the machines, though perhaps not on this one."""
+SUFFIXES = (".bin", ".idx", ".answers.bin", ".answers.idx")
+"""Of the token files of one prefix; the last two only of chats."""
+
+
+def files_of_run(path: str, overrides: Sequence[str], *, data: bool = True) -> list[str]:
+    """The run file and the files and folders that it names, as it names them; none that the package brings.
+
+    A key's string counts if it is a file here, or if such a key always names one; without `data` only what
+    tells the model. Raises ConfigError.
+    """
+    document = read_document(path)
+    for assignment in overrides:
+        if not assignment.startswith("model."):
+            document = override(document, assignment)
+    found = [path, *_model(document), *(_paths(document.value, ()) if data else ())]
+    return list(dict.fromkeys(found))
+
+
+def _model(document: Document) -> Iterator[str]:
+    """The file of the model, by its name or by that of the checkpoint to start from."""
+    run = document.value if is_mapping(document.value) else {}
+    name, start = run.get("model"), run.get("start")
+    if isinstance(name, str):
+        on_line = document.source(("model",)).startswith("command line")
+        yield from files_of_model(name, [Path()] if on_line else [Path(document.name).parent, Path()])
+    elif name is None and is_mapping(start) and isinstance(start.get("checkpoint"), str):
+        yield from files_of_model(start["checkpoint"], [Path()])
+
+
+def files_of_model(name: str, folders: Sequence[Path] = (Path(),)) -> Iterator[str]:
+    """What tells a model that is named: of a folder of Hugging Face's its config, of a checkpoint its state.
+
+    Nothing for a model that the package brings. Raises ConfigError if there is none.
+    """
+    found = locate_model(name, folders)
+    if found.is_dir() and (found / "config.json").is_file():
+        yield str(found / "config.json")
+    elif found.is_dir():
+        yield from (str(step) if step.name == "latest" else str(step / STATE) for step in _newest(found))
+    elif not is_ours(found):
+        yield str(found)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file comes with the package, so that every machine has it."""
+    return path.resolve().is_relative_to(CONFIGS.resolve())
+
+
+def _paths(value: Any, keys: Keys) -> Iterator[str]:
+    if is_mapping(value):
+        for key, item in value.items():
+            if keys or key != "model":
+                yield from _paths(item, (*keys, key))
+    elif is_list(value):
+        for item in value:
+            yield from _paths(item, keys)
+    elif isinstance(value, str) and value:
+        yield from _named(value, keys)
+
+
+def _named(text: str, keys: Keys) -> Iterator[str]:
+    key = keys[-1] if keys else ""
+    if key == "prefix":
+        plain = text.removesuffix(".bin").removesuffix(".idx")
+        yield from (f"{plain}{suffix}" for suffix in SUFFIXES[:2])
+        yield from (f"{plain}{suffix}" for suffix in SUFFIXES[2:] if Path(f"{plain}{suffix}").is_file())
+    elif key in ("checkpoint", "resume") and text not in ("auto", "never"):
+        yield from map(str, _newest(Path(text)))
+    elif keys[:1] in OUTPUTS:
+        return
+    elif ".py:" in text:
+        yield text.rpartition(":")[0]
+    elif key in ANYWHERE or ("/" in text or "." in text) and Path(text).is_file():
+        yield text
+
+
+def _newest(path: Path) -> Iterator[Path]:
+    """The folder of a checkpoint; of a folder of several that of the newest, and what says so."""
+    latest = path / "latest"
+    if (path / STATE).is_file() or not latest.is_file():
+        yield path
+        return
+    yield latest
+    yield path / latest.read_text(encoding="utf-8").strip()

@@ -15,9 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from yuan_train.cli.host_options import add_host_options, names_hosts, read_hosts
 from yuan_train.cli.launch import free_port
-from yuan_train.cli.launch_hosts import Errand, place, run_errand
+from yuan_train.cli.launch_hosts import (
+    Errand,
+    add_host_options,
+    files_of_model,
+    files_of_run,
+    is_ours,
+    names_hosts,
+    place,
+    read_hosts,
+    run_errand,
+)
 from yuan_train.cli.plan_nodes import meeting_address
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
@@ -37,7 +46,6 @@ from yuan_train.config.profile import (
 )
 from yuan_train.config.rl import RLConfig, is_rl_run, load_rl, policy_run
 from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
-from yuan_train.config.run_paths import files_of_model, files_of_run, is_ours
 from yuan_train.machine.reach import fetch
 from yuan_train.parallel.environment import set_rank_defaults
 from yuan_train.supervise.launched import start_ranks
