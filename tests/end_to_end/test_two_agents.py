@@ -208,6 +208,34 @@ def test_what_is_not_finite_ends_both_launchers(project: Path, tmp_path: Path) -
         assert "error: step 2: loss nan" in said and "that is not finite came from rank" in said, said
 
 
+FILL_THE_CARD = """
+import os
+if "RANK" in os.environ:
+    from tests.end_to_end.test_endings import on_a_full_card
+    filled = on_a_full_card()
+    filled.__enter__()
+"""
+
+
+def test_memory_that_runs_out_on_one_node_ends_both_launchers(project: Path, tmp_path: Path) -> None:
+    """On a fake card, which the second node's rank finds by what its Python runs first."""
+    (tmp_path / "sitecustomize.py").write_text(FILL_THE_CARD)
+    path = os.pathsep.join([str(tmp_path), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    full = Host((), {**HERE.environment, "PYTHONPATH": path})
+    lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
+    with started(lines, [HERE, full], tmp_path) as agents:
+        agents[1].wait(timeout=patience(120))
+        began = time.monotonic()
+        agents[0].wait(timeout=patience(60))
+        assert time.monotonic() - began < patience(SECONDS)
+    first, second = ((tmp_path / f"agent-{n}").read_text() for n in (0, 1))
+    assert [agent.returncode for agent in agents] == [1, 1], first + second
+    assert re.search(r"error: the run ends: rank 2 \(b/0 on .*\): step 3: .*out of memory in the", first), first
+    assert re.search(r"error: step 3: rank 2 \(pipeline 0, stage 2\).*out of memory in the", second), second
+    # Who has lost a rank that ended for the same reason does not blame that one.
+    assert "is gone" not in first + second and "largest free block" in first and "largest free" in second
+
+
 def test_roles_of_a_run_on_two_nodes_end_together(tmp_path: Path) -> None:
     """The policy's two ranks on one node, an engine on the other, which is killed."""
     path, log = write_rl(tmp_path), tmp_path / "log"
@@ -263,13 +291,18 @@ def test_a_typo_on_one_node_ends_the_other(project: Path, tmp_path: Path, wrong:
         start(project, meeting, node, *["trian.steps=3"][: number == wrong])
         for number, node in enumerate("ab")
     ]
+    ended = [0.0, 0.0]
     with started(lines, [HERE, HERE], tmp_path) as agents:
-        codes = [agent.wait(timeout=patience(120)) for agent in agents]
+        for number in (wrong, 1 - wrong):
+            agents[number].wait(timeout=patience(120))
+            ended[number] = time.monotonic()
     said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
-    assert codes == [2, 2], said
+    assert [agent.returncode for agent in agents] == [2, 2], said
     assert re.match("error: .*unknown key 'trian'", said[wrong]) and said[wrong].count("trian:") == 1
     pattern = rf"error: the run ends: launch of {'ab'[wrong]} on .*: unknown key 'trian'"
-    assert re.search(pattern, said[1 - wrong]), said
+    # Whoever has only heard it tells it to nobody: the other's launcher ends with its ranks, at once.
+    assert re.search(pattern, said[1 - wrong]) and said[1 - wrong].count("the run ends") == 1, said
+    assert ended[1 - wrong] - ended[wrong] < patience(SECONDS)
 
 
 def test_a_missing_plan_on_the_first_node_ends_the_other(project: Path, tmp_path: Path) -> None:

@@ -317,6 +317,8 @@ class Board:
     def _raise_fault(self) -> None:
         fault = self.look()
         if fault is not None:
+            # Nobody else need be told what this rank has heard.
+            tell_launcher(self.meeting.rank, "tells")
             self.wait_until_heard(fault)
             raise replace(fault, where=f"{CAUSE}{fault.where}").as_error()
 

@@ -113,16 +113,20 @@ class Ending:
 
         On a card, ends the process.
         """
-        _say_own(error)
         if isinstance(error, NotFinite) and len(board.members) == dist.get_world_size():
             # All ranks are here and say the same: a save that is under way may end.
+            _say_own(error)
             return error
         self._failed, self._exit_code = error, _code_of(error)
         self._end_after(TEARDOWN_SECONDS)
-        if isinstance(error, LostRank):
-            cause = board.look() or board.accuse(_text(error))
+        # A rank that has lost another one may read why, and then says that alone.
+        cause = board.look() if isinstance(error, LostRank) else None
+        if cause is not None:
+            mark_as_said(error)
         else:
-            cause = board.report(_text(error), self._exit_code)
+            _say_own(error)
+            is_lost = isinstance(error, LostRank)
+            cause = board.accuse(_text(error)) if is_lost else board.report(_text(error), self._exit_code)
         self._has_told = True
         found = error
         if cause is not None and cause.text != _text(error):
@@ -173,6 +177,7 @@ class Ending:
         def end() -> None:
             if not self._stop.wait(seconds):
                 if self._failed is not None and not self._has_told and self._board is not None:
+                    _say_own(self._failed)
                     _say_cause(self._board.unanswered())
                 self._end()
 
