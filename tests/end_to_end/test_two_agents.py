@@ -95,6 +95,10 @@ def children(agent: subprocess.Popen[bytes]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
 
 
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def launch_lines(project: Path, log: Path, meeting: str) -> list[list[str]]:
     """Two ranks and one, without an end."""
     files = ("--config", str(project / "run.yaml"), "--plan", str(project / "plan-2-1.yaml"))
@@ -350,7 +354,8 @@ def test_a_rank_that_ends_before_it_has_met_the_others_is_told_by_its_launcher(
     meeting = f"127.0.0.1:{free_port()}"
     lines = [start(project, meeting, node) for node in "ab"]
     with started(lines, [HERE, HERE], tmp_path) as agents:
-        while not children(agents[1]):
+        # Not before it is a program of its own: what came of a signal earlier would be the launcher's matter.
+        while not any(b"launch" not in command_line(pid) for pid in children(agents[1])):
             time.sleep(0.01)
         os.kill(children(agents[1])[0], number)
         codes = [agent.wait(timeout=patience(120)) for agent in agents]
