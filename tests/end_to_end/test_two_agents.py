@@ -234,7 +234,7 @@ def test_memory_that_runs_out_on_one_node_ends_both_launchers(project: Path, tmp
         assert time.monotonic() - began < patience(SECONDS)
     first, second = ((tmp_path / f"agent-{n}").read_text() for n in (0, 1))
     assert [agent.returncode for agent in agents] == [1, 1], first + second
-    assert re.search(r"error: the run ends: rank 2 \(b/0 on .*\): step 3: .*out of memory in the", first), first
+    assert re.search(r"error: the run ends: rank 2 \(b/0 on .*\): step 3: .*out of memory in", first), first
     assert re.search(r"error: step 3: rank 2 \(pipeline 0, stage 2\).*out of memory in the", second), second
     # Who has lost a rank that ended for the same reason does not blame that one.
     assert "is gone" not in first + second and "largest free block" in first and "largest free" in second

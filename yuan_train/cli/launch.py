@@ -262,9 +262,10 @@ def _this_node(nodes: list[Node], wanted: str | None) -> Node:
     names = [node.name for node in nodes]
     name = wanted or (names[0] if len(nodes) == 1 else socket.gethostname())
     if name not in names:
+        called = "--this-node says" if wanted else "this machine is called"
         raise ConfigError(
-            f"the plan has the nodes {', '.join(names)}; this machine is called {name}. "
-            "Give its name in the plan with --this-node NAME (or `all` to start every rank here)"
+            f"the plan has the nodes {', '.join(names)}; {called} {name}. Give its name in the plan with "
+            "--this-node NAME (or `all` to start every rank here); the plan may leave this node out"
         )
     return nodes[names.index(name)]
 

@@ -149,13 +149,24 @@ def network_defaults(given: Mapping[str, str], meeting_point: str) -> dict[str, 
 
 def _has_good_name() -> bool:
     """Whether the machine's own name is an address of this machine that others may reach."""
+    address = _own_address(socket.gethostname())
+    return address is not None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a name's address is one of this machine's."""
+    return _own_address(name) is not None
+
+
+def _own_address(name: str) -> str | None:
+    """The address that a name has, if it is one of this machine's."""
     try:
-        kind, _, _, _, address = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0]
+        kind, _, _, _, address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0]
         with socket.socket(kind, socket.SOCK_STREAM) as probe:
-            probe.bind((address[0], 0))
+            probe.bind((address[0], 0, *address[2:]))
     except (OSError, UnicodeError):
-        return False
-    return not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        return None
+    return str(address[0])
 
 
 def _interface_of(address: str) -> str | None:

@@ -7,11 +7,12 @@ rank that is killed while it imports torch, would leave the others waiting for `
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from yuan_train.parallel.environment import is_host_name, set_rank_defaults
+from yuan_train.parallel.environment import is_host_name, is_this_machine, set_rank_defaults
 
 FIND_SECONDS = 5.0
 """In which one who does not know whether it is the first node finds the store of another."""
@@ -50,8 +51,10 @@ class NodeFaults:
             where = f"launch of {node}" if rank is None else f"rank {rank} ({node})"
             # Its ranks hear of nothing: they are not started, or are ended with it. This process does.
             silent = max(len(self.ranks) - 1, 0)
-            for own in self.ranks[:1] or (-1, 0):
+            for own in self.ranks[:1] or ((0,) if is_this_machine(self.address[0]) else (-1, 0)):
                 meeting = Meeting(*self.address, own, self.world_size, "0", is_agents=False)
                 fault = Fault(own if rank is None else rank, where, text, exit_code, silent)
-                if tell_for_node(meeting, fault, slow + (FIND_SECONDS if own < 0 else TELL_SECONDS)):
+                seconds = slow + (FIND_SECONDS if own < 0 else TELL_SECONDS)
+                print(f"telling the other nodes, for at most {seconds:.0f} s", file=sys.stderr)
+                if tell_for_node(meeting, fault, seconds):
                     return

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -284,7 +285,7 @@ def tell_for_node(meeting: Meeting, fault: Fault, seconds: float) -> bool:
     another one was told first, says that.
     """
     told = _write(meeting, fault, seconds)
-    if told is not None and told != fault:
+    if told is not None and told.text != fault.text:
         _say_cause(told)
     return told is not None
 
@@ -302,15 +303,17 @@ def _tell(error: BaseException, seconds: float) -> Fault | None:
 def _write(meeting: Meeting, fault: Fault, seconds: float) -> Fault | None:
     """Write a fault to the board, and wait until it is heard, at most `seconds` in all; what is written.
 
-    None if nobody is there. A fault of nowhere is that of the meeting's rank.
+    None if nobody is there. A fault of nowhere is that of the meeting's rank. One that has been told another
+    fault leaves the waiting to who has, unless the store ends with it.
     """
     end = time.monotonic() + seconds
     try:
         board = Board(meeting, "", seconds=seconds)
-        told = board.report(fault.text, fault.exit_code, where=fault.where or None, silent=fault.silent)
+        fault = replace(fault, where=fault.where or board.name(meeting.rank))
+        told = board.report(fault.text, fault.exit_code, where=fault.where, silent=fault.silent)
     except (YuanError, RuntimeError):
         return None
-    if told is not None:
+    if told is not None and (told == fault or meeting.rank == 0 or meeting.is_agents):
         board.wait_until_heard(told, max(end - time.monotonic(), POLL_SECONDS))
     return told
 
