@@ -16,7 +16,7 @@ from yuan_train.config.errors import YuanError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.models.documents import find_resets
+from yuan_train.models.attention import find_resets
 from yuan_train.models.generate import generate
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.evaluate import TrainedModel

@@ -49,12 +49,12 @@ from yuan_train.parallel.transport import GlooTransport, NcclTransport
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.agreement import check_same_job
 from yuan_train.train.build import build
-from yuan_train.train.clock import device_clock
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import measure_step
 from yuan_train.train.step import Trainer, train_step
+from yuan_train.train.trace import device_clock
 
 STEPS, WARM_UP = 30, 5
 OPERATIONS = ("allreduce", "reduce", "broadcast", "reduce_scatter_single", "all_gather_single")

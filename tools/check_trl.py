@@ -28,15 +28,17 @@ from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMi
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.objectives.advantages import dr_grpo, grpo
-from yuan_train.objectives.policy import (
+from yuan_train.objectives.losses import (
     BatchTotals,
     aggregate,
     aipo_loss,
     clipped_loss,
+    log_ratio_margin,
     loss_penalty,
+    preference_loss,
+    reward_loss,
     sample_lengths,
 )
-from yuan_train.objectives.preference import log_ratio_margin, preference_loss, reward_loss
 
 TOLERANCE = 1e-5
 PROMPTS, GROUP, PROMPT, ANSWER, VOCABULARY = 3, 4, 7, 9, 96

@@ -22,8 +22,7 @@ from html import escape
 from pathlib import Path
 
 from yuan_train.cli.main import main as command
-from yuan_train.report.chart import chart
-from yuan_train.report.html import whole_picture
+from yuan_train.report.html import chart, whole_picture
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")

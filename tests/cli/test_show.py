@@ -19,7 +19,7 @@ from yuan_train.cli.main import main
 from yuan_train.config.load import dump
 from yuan_train.config.plan import Forecast, MemoryForecast, StageForecast
 from yuan_train.config.plan_constraints import save_plan
-from yuan_train.report.chart import round_ticks
+from yuan_train.report.html import round_ticks
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 

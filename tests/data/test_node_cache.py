@@ -11,9 +11,8 @@ import pytest
 
 from tests.data.test_loader import make_corpus, rows
 from yuan_train.config.errors import DataError
-from yuan_train.data import loader, node_cache
-from yuan_train.data.loader import Blend, open_corpora
-from yuan_train.data.node_cache import NodeCache
+from yuan_train.data import loader
+from yuan_train.data.loader import Blend, NodeCache, open_corpora
 
 SIZES = {"numbers": (5, np.dtype(np.int64))}
 
@@ -70,10 +69,10 @@ def test_where_nothing_can_be_written_beside_the_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(node_cache.tempfile, "gettempdir", lambda: str(tmp_path))
-    cache = node_cache.cache_of(str(tmp_path / "file" / "corpus"))
+    monkeypatch.setattr(loader.tempfile, "gettempdir", lambda: str(tmp_path))
+    cache = loader.cache_of(str(tmp_path / "file" / "corpus"))
     assert cache.arrays("a", SIZES, fill)["numbers"].tolist() == [0, 1, 2, 3, 4]
     (mine,) = tmp_path.glob("yuan-train-*")
-    monkeypatch.setattr(node_cache.os, "getuid", lambda: mine.stat().st_uid + 1)
+    monkeypatch.setattr(loader.os, "getuid", lambda: mine.stat().st_uid + 1)
     with pytest.raises(DataError, match=r"cannot be written: .*corpus\.cache.*; .*yuan-train-.* cannot be w"):
         cache.arrays("a", SIZES, refuse)

@@ -106,7 +106,7 @@ def test_the_loss_is_the_mean_over_trained_tokens(tmp_path: Path) -> None:
     job = prepare(run, None, Position())
     batch = job.train.batch(0, run.train.global_batch_size)
     model = Transformer(run.model)
-    from yuan_train.models.documents import find_resets
+    from yuan_train.models.attention import find_resets
     from yuan_train.models.transformer import init_weights
 
     init_weights(model, seed=run.train.seed)

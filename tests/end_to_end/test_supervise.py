@@ -17,7 +17,7 @@ import yaml
 from tests.support.project import make_project, read_metrics
 from tests.support.ranks import Case, run_alone
 from tests.support.spawn import free_port
-from yuan_train.report.journal import Entry, read_journal
+from yuan_train.report.run_log import Entry, read_journal
 
 SECONDS = 300.0
 STEPS = 30

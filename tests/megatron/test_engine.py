@@ -18,7 +18,7 @@ import torch
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, fork_cases, run_alone
 from tests.support.spawn import spawn
-from yuan_train.models.documents import DocumentResets, find_resets
+from yuan_train.models.attention import DocumentResets, find_resets
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.job import Position, prepare
 
@@ -156,7 +156,7 @@ def test_each_trap_is_seen_without_its_cure(run_file: Path, tmp_path: Path) -> N
 
 
 def _traps(_: int, run_file: Path, folder: Path) -> None:
-    from yuan_train.megatron import engine, model, state
+    from yuan_train.megatron import engine, model
 
     def losses(name: str, plan: str, *words: str, **options: Any) -> Path:
         fork_cases([case(run_file, folder / name, plan, *words, MEGATRON, **options)])
@@ -190,7 +190,7 @@ def _traps(_: int, run_file: Path, folder: Path) -> None:
     losses("first", "4x2: 4@0", *bf16, checkpoint)
     resume = (*bf16, f"checkpoint.resume={folder / 'ck'}")
     assert worst(losses("resumed", "4x2: 4@0", *resume, steps=6), whole) == 0
-    with _patched(state, "publish", _from_weights(state.publish)):
+    with _patched(engine, "publish", _from_weights(engine.publish)):
         assert worst(losses("rounded", "4x2: 4@0", *resume, steps=6), whole, "loss") > 0
 
 

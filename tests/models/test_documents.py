@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.models.documents import DocumentResets, find_resets
+from yuan_train.models.attention import DocumentResets, find_resets
 
 EOD = 9
 

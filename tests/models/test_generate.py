@@ -7,7 +7,7 @@ import torch
 
 from yuan_train.config.errors import YuanError
 from yuan_train.models import generate as generate_module
-from yuan_train.models.documents import find_resets
+from yuan_train.models.attention import find_resets
 from yuan_train.models.generate import Sampling, generate, generate_batch, sample
 
 EOD = 9

@@ -12,8 +12,8 @@ from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.models.experts import Choice, Router
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import tensor
+from yuan_train.parallel.apply import apply_expert_parallel
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
-from yuan_train.parallel.experts import apply_expert_parallel
 from yuan_train.parallel.tensor import ShardSpec, shard_parameters
 from yuan_train.planner.costs.workload import model_work
 

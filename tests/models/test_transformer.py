@@ -13,7 +13,7 @@ from yuan_train.config.architecture import find_parameter, sharding_of
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models import initial
-from yuan_train.models.documents import find_resets
+from yuan_train.models.attention import find_resets
 from yuan_train.models.initial import initial_rows, initial_weight
 from yuan_train.models.rotary import rotary_tables
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights

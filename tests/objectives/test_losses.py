@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from yuan_train.objectives.advantages import dr_grpo, grpo
-from yuan_train.objectives.policy import (
+from yuan_train.objectives.losses import (
     BatchTotals,
     aggregate,
     aipo_loss,
     clipped_loss,
     decoupled_loss,
     divergence,
+    log_ratio_margin,
     loss_penalty,
+    preference_loss,
+    reward_loss,
     reward_penalty,
     sample_lengths,
 )
-from yuan_train.objectives.preference import log_ratio_margin, preference_loss, reward_loss
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl_losses.json").read_text())
 

@@ -10,7 +10,7 @@ import torch
 from tests.support.fake_card import FakeCard
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.tiers.link import begin_copy, make_link
+from yuan_train.parallel.tiers.slab import begin_copy, make_link
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import Step

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.parallel.reducer import GradReducer, closing_steps
+from yuan_train.parallel.gradients import GradReducer, closing_steps
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import RankProgram, Step, Workers
 

@@ -15,7 +15,8 @@ from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
-from yuan_train.parallel import paging, place
+from yuan_train.parallel import zero
+from yuan_train.parallel.tiers import parameters
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.train import build
@@ -114,7 +115,7 @@ def test_no_more_pages_are_on_the_card_than_may_be(
             slabs.append(num_bytes)
 
     monkeypatch.setattr(build, "ParameterPages", Recorded)
-    for module in (paging, place):
+    for module in (parameters, zero):
         monkeypatch.setattr(module, "HostSlab", Slab)
     more = ("train.steps=1", "validation.every=0", "optimizer.bucket_size=1000000")
     keys = {"text": "1x8: 6@0"}

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.spawn import as_rank, free_port, spawn
-from yuan_train.parallel import groups, world_sum
+from yuan_train.parallel import groups
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.groups import Groups, init_distributed, shutdown
-from yuan_train.parallel.world_sum import gather_on_first, sum_over_world
+from yuan_train.parallel.groups import Groups, gather_on_first, init_distributed, shutdown, sum_over_world
 
 NUM_RANKS = 5
 """In groups of two: a tree of three levels, whose last groups have one rank only."""
@@ -22,7 +21,7 @@ def _sum(rank: int, port: int) -> None:
     as_rank(rank, NUM_RANKS, port)
     # As on many ranks: those of the world connect when they first exchange something.
     groups.LAZY_FROM = groups.RING_UP_TO = 1
-    groups.TREE_WIDTH = world_sum.TREE_WIDTH = 2
+    groups.TREE_WIDTH = 2
     init_distributed(device=CPU, timeout_seconds=60)
     coord = cast(Any, SimpleNamespace(rank=rank))
     tree = Groups({}, {}, tree=groups._make_tree(timeout_seconds=60))

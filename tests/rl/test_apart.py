@@ -30,13 +30,16 @@ from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
 from yuan_train.parallel import links
 from yuan_train.parallel.links import Link
-from yuan_train.rl.apart import _Server  # pyright: ignore[reportPrivateUsage]
+from yuan_train.rl.apart import (
+    Desk,
+    Offers,
+    _Server,  # pyright: ignore[reportPrivateUsage]
+)
 from yuan_train.rl.engines import Channel
+from yuan_train.rl.experience import Sample, Ticket
 from yuan_train.rl.generator import Drawing, Engine, EngineClock, NotFiniteDraw
 from yuan_train.rl.job import check_supported
-from yuan_train.rl.offers import Desk, Offers
-from yuan_train.rl.service import Requests
-from yuan_train.rl.tickets import Sample, Ticket
+from yuan_train.rl.scoring import Requests
 from yuan_train.supervise import launched
 
 POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"

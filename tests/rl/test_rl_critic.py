@@ -22,7 +22,7 @@ from yuan_train.config.plan import MemoryForecast, Plan
 from yuan_train.config.rl import RLConfig, load_rl, policy_run
 from yuan_train.config.rl_plan import CriticPlan, ReferencePlan, RlPlan, check_rl_plan_of_run, save_rl_plan
 from yuan_train.models.transformer import Transformer
-from yuan_train.objectives.policy import explained_variance, value_loss
+from yuan_train.objectives.losses import explained_variance, value_loss
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.device import CPU
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs

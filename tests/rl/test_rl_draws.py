@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.support.memory import most_bytes
-from yuan_train.models import sampling
-from yuan_train.models.sampling import draw, draw_keys
+from yuan_train.models import generate
+from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.transformer import VocabularyPart
 from yuan_train.planner.costs import generation_memory
 from yuan_train.planner.costs.generation_memory import drawing_bytes
@@ -94,7 +94,7 @@ def test_a_draw_holds_the_bytes_that_are_forecast(
     monkeypatch: pytest.MonkeyPatch, words: int, parts: float
 ) -> None:
     rows = 4
-    monkeypatch.setattr(sampling, "CACHED_ELEMENTS", rows * words)
+    monkeypatch.setattr(generate, "CACHED_ELEMENTS", rows * words)
     monkeypatch.setattr(generation_memory, "DRAWN_ELEMENTS", rows * words)
     draws = round(parts * rows)
     head = Head(torch.randn(draws, words))
@@ -113,4 +113,4 @@ def test_a_draw_holds_the_bytes_that_are_forecast(
 
 
 def test_the_planner_knows_how_many_words_are_drawn_at_once() -> None:
-    assert generation_memory.DRAWN_ELEMENTS == sampling.NOISE_ELEMENTS
+    assert generation_memory.DRAWN_ELEMENTS == generate.NOISE_ELEMENTS

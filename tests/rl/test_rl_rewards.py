@@ -13,9 +13,9 @@ import pytest
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import OverlongConfig, RewardConfig, RewardFunction
+from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.reward_worker import Unusable, load_function, score_group
 from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, reward_of
-from yuan_train.rl.tickets import Sample, Ticket, share_out
 
 FUNCTIONS = """\
 import os

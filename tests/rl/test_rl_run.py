@@ -20,10 +20,10 @@ from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError, DataError, PlanError, TrainingError
 from yuan_train.config.plan import single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
-from yuan_train.rl import metrics
+from yuan_train.rl import loop
 from yuan_train.rl.collect import Collector
+from yuan_train.rl.experience import Sample
 from yuan_train.rl.job import prepare_rl
-from yuan_train.rl.tickets import Sample
 from yuan_train.train.job import Position
 
 
@@ -223,7 +223,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
         return ["rl", "--config", str(project), "train.steps=2", "checkpoint.every=1", *places]
 
     assert main(words("whole")) == 0
-    write = metrics.write_lines
+    write = loop.write_lines
 
     def full_at_step_2(file: Any, lines: Any) -> None:
         if json.loads(lines[0])["step"] == 2:
@@ -234,7 +234,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
         write(file, lines)
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "write_lines", full_at_step_2)
+        patch.setattr(loop, "write_lines", full_at_step_2)
         assert main(words("samples")) == 1
     assert re.search(r"cannot be written: .*No space left.* Free some space", capsys.readouterr().err)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

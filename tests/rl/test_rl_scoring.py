@@ -26,7 +26,7 @@ from yuan_train.config.rl_plan import (
     check_rl_plan_of_run,
     validate_rl_plan,
 )
-from yuan_train.rl import remote
+from yuan_train.rl import engines
 from yuan_train.rl.scoring import prepare_scoring
 from yuan_train.train.job import Position
 
@@ -129,9 +129,9 @@ def test_what_is_refused(tmp_path: Path, scores: Path) -> None:
 
 def run_cases_of_sizes(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]]) -> None:
     """Those of the cases that have such a rank; in the folder `other` the reference is not the policy."""
-    own = remote.own_weights
+    own = engines.own_weights
     for case in cases:
         if rank < case[2].world_size:
             is_other = any(word.endswith("/other") for word in case[1])
-            remote.own_weights = (lambda r: {n: 1.1 * w for n, w in own(r).items()}) if is_other else own
+            engines.own_weights = (lambda r: {n: 1.1 * w for n, w in own(r).items()}) if is_other else own
             run_cases(rank, [case])

@@ -12,11 +12,11 @@ import pytest
 from yuan_train.config.errors import LostRank
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import Sampling
+from yuan_train.rl.experience import Sample
 from yuan_train.rl.generator import Token
-from yuan_train.rl.tickets import Sample
+from yuan_train.serve.app import Answer
 from yuan_train.serve.draws import Asked
 from yuan_train.serve.ranks import Order
-from yuan_train.serve.replies import Answer
 from yuan_train.serve.scheduler import QueueFull, Scheduler, Stopped
 
 

@@ -19,9 +19,9 @@ from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.plan import Plan
 from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
-from yuan_train.parallel import apply, experts, tensor, transport
+from yuan_train.parallel import apply, tensor, transport
 from yuan_train.parallel.device import CudaDevice, Device
-from yuan_train.parallel.reducer import GradReducer
+from yuan_train.parallel.gradients import GradReducer
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostChunk
 from yuan_train.parallel.tiers.parameters import ParameterPages
@@ -139,7 +139,7 @@ def disabled(key: str) -> Iterator[None]:
         "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
         "tensor_all_reduce": (tensor.dist, "all_reduce", _skip_activations(tensor.dist.all_reduce)),
-        "expert_all_reduce": (experts, "reduce_from_tp", lambda part, group: part),
+        "expert_all_reduce": (apply, "reduce_from_tp", lambda part, group: part),
         "head_norm_reduce": (apply, "reduce_partial", lambda *a: None),
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
         "norm_all_reduce": (tensor.dist, "all_reduce", _skip_norm(tensor.dist.all_reduce)),

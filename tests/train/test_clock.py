@@ -12,8 +12,8 @@ from tests.support.project import make_project
 from tests.support.ranks import Case, run_alone
 from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.train import run, step
-from yuan_train.train.clock import StepClock
-from yuan_train.train.footprint import peak_footprint_bytes, peak_memory_bytes
+from yuan_train.train.memory import peak_footprint_bytes, peak_memory_bytes
+from yuan_train.train.trace import StepClock
 
 
 class AsynchronousDevice:

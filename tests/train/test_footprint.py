@@ -12,7 +12,7 @@ import pytest
 CODE = """
 import resource, sys, torch
 from yuan_train.parallel.device import CPU
-from yuan_train.train.footprint import keep_freed_memory
+from yuan_train.train.memory import keep_freed_memory
 
 if sys.argv[1] == "keep":
     keep_freed_memory(CPU)

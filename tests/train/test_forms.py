@@ -15,7 +15,7 @@ from tests.support.project import make_project, parse_plan, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import load_model
-from yuan_train.models.documents import find_resets
+from yuan_train.models.attention import find_resets
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.grid import Grid

@@ -24,7 +24,7 @@ from yuan_train.parallel.device import CPU, Device
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.profile import units
 from yuan_train.train import job
-from yuan_train.train.footprint import can_track_memory
+from yuan_train.train.memory import can_track_memory
 
 CLUSTER = """
 name: two

@@ -10,7 +10,7 @@ import yaml
 
 from tests.support.project import make_project
 from yuan_train.cli.main import main
-from yuan_train.train import notes
+from yuan_train.train import run as loop
 
 
 def test_changes_and_many_epochs_are_said(
@@ -31,7 +31,7 @@ def test_changes_and_many_epochs_are_said(
     assert "not as in the run that saved it: train.steps 1 -> 2" in said
     assert len([line for line in said.splitlines() if "not as in" in line]) == 2
 
-    monkeypatch.setattr(notes, "MANY_EPOCHS", 0.01)
+    monkeypatch.setattr(loop, "MANY_EPOCHS", 0.01)
     assert main([*words, "train.steps=3", "optimizer.learning_rate=0.25"]) == 0
     assert re.search(
         r"note: the run reads \S+/corpus \d+ times over: it has \d+ samples, a step takes 8\n",

@@ -26,8 +26,7 @@ from yuan_train.parallel.apply import pipeline_schedule
 from yuan_train.parallel.grid import Grid
 from yuan_train.report.trace_picture import draw_step
 from yuan_train.schedule.step import Step
-from yuan_train.train.clock import bound_offset
-from yuan_train.train.trace import Recorder
+from yuan_train.train.trace import Recorder, bound_offset
 
 TRACED = (3, 4)
 TRACE = "train.trace={first_step: 3, steps: 2, kernels: true}"

@@ -21,9 +21,8 @@ from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
-from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.tiers.slab import HostSlab
+from yuan_train.parallel.tiers.slab import HostSlab, make_link
 from yuan_train.planner.evaluate.clocks import PageTimes, PartTimes
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.schedule.copies import Offload, Offloads, group_copies, with_copies

@@ -12,7 +12,7 @@ from yuan_kernels import dispatch
 from tools.gpu_checks import runs
 from tools.gpu_checks.bench import ROOT, Bench, Verdict
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.models.documents import find_resets
+from yuan_train.models.attention import find_resets
 from yuan_train.models.transformer import Transformer, init_weights
 
 TOLERANCE = {"fp32": (1e-4, 1e-3), "bf16": (2e-2, 5e-2), "fp16": (2e-2, 5e-2)}

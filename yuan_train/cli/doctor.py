@@ -337,7 +337,7 @@ def _cpu_products() -> Facts:
 
 def _compile_fact(device: str) -> Facts:
     """What torch.compile (`train.compile`) lacks on a device; None: it has all that it needs."""
-    from yuan_train.train.compiler import compiler_fault
+    from yuan_train.train.cards import compiler_fault
 
     return {"device": device, "fault": compiler_fault(device.partition(":")[0])}
 

@@ -290,7 +290,7 @@ def _measure_here(
     """The profile and this process's rank. Under torchrun all ranks measure their cards at the same time, as
     they run in training, then the links between them."""
     from yuan_train.parallel.groups import init_distributed, shutdown
-    from yuan_train.train.compiler import check_compiler
+    from yuan_train.train.cards import check_compiler
     from yuan_train.train.job import find_position
 
     position = find_position()
@@ -426,7 +426,7 @@ def _measure_card(bench: Bench) -> Profile:
     """A profile of the entries that this rank takes part in."""
     from yuan_train.profile.units import ProfileCase, machine_name, measure_reserved, name_of
     from yuan_train.train.build import DTYPES
-    from yuan_train.train.footprint import long_lived_objects
+    from yuan_train.train.memory import long_lived_objects
 
     config, model = bench.config, bench.model
     precision = config.train.precision if config else "bf16"
@@ -478,7 +478,7 @@ def _measure_batch(bench: Bench) -> BatchProfile | None:
 
 def _measure_host(bench: Bench) -> tuple[HostProfile, ...]:
     """What this rank's card gets of its host; nothing if some rank has no host memory for that."""
-    from yuan_train.profile.host import host_room, measure_host
+    from yuan_train.profile.links import host_room, measure_host
 
     room, fault = None, ""
     try:

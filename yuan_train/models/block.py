@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from yuan_train.config.architecture import half_of
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.attention import LayerCache, SelfAttention
-from yuan_train.models.documents import DocumentRanges
+from yuan_train.models.attention import DocumentRanges, LayerCache, SelfAttention
 from yuan_train.models.experts import Experts, Router
-from yuan_train.models.layers import FeedForward, RMSNorm
-from yuan_train.models.localized_filter import LocalizedFilter
+from yuan_train.models.layers import FeedForward, LocalizedFilter, RMSNorm
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 from yuan_train.models.rotary import RotaryTables
 

@@ -1,14 +1,266 @@
-"""Published Hugging Face formats: what they have in common, and which architecture reads which. No torch."""
+"""Published Hugging Face formats: what they have in common, and which architecture reads which. No torch.
+
+The keys of a `config.json` that Llama and the decoders like it share: read, written and refused. No torch.
+
+Names and defaults are those of transformers (LlamaConfig, Qwen2Config, Qwen3Config, modeling_rope_utils.py):
+a key that is absent means what it means there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from yuan_train.config.architecture import find_format, find_module
-from yuan_train.config.errors import CheckpointError
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.document import Document
+from yuan_train.config.errors import CheckpointError, ConfigError
+from yuan_train.config.load import build
+from yuan_train.config.model import ModelConfig, validate_model
+
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+
+_ROPE_KEYS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    ),
+}
+"""Keys of a rotary scaling, by its type."""
+
+DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "rope_theta": 10000.0,
+}
+"""What the configs of transformers have in common; `absent` of `decoder_from_config` begins with it."""
+
+_NEUTRAL = (("truncate", True), ("partial_rotary_factor", 1.0))
+"""Keys that may be there with the value that they have by default."""
+
+_SET_BY_US = frozenset({"auto_map", "torch_dtype", "dtype", "rope_parameters"})
+"""Keys of an imported config that an export does not keep: code, or another form of what it writes."""
+
+
+def decoder_from_config(
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    where: str,
+    absent: Mapping[str, Any],
+    fields: Mapping[str, Any],
+) -> ModelConfig:
+    """The model that a `config.json` describes.
+
+    `absent` has the values of keys that the config leaves out, `fields` the fields of `ModelConfig` that
+    follow from the architecture. Raises CheckpointError, naming `where`, if sizes are missing or invalid, or
+    if it needs a feature that is not supported.
+    """
+    config = {**absent, **config}
+    for violation in _unsupported(config, has_experts="num_experts" in fields):
+        raise CheckpointError(f"{where}: {violation}")
+    missing = [key for key in _SIZES if config.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{where}: no {', '.join(missing)}; wanted the sizes of a decoder")
+    base, scaling, length = _rope(config, where)
+    values = {
+        "name": name,
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_key_value_heads": _or(config.get("num_key_value_heads"), config["num_attention_heads"]),
+        "ffn_hidden_size": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "head_dim": _or(config.get("head_dim"), 0),
+        "rope_base": base,
+        "rope_scaling": scaling,
+        "norm_epsilon": config["rms_norm_eps"],
+        "tie_embeddings": config["tie_word_embeddings"],
+        "init_std": config["initializer_range"],
+        "max_sequence_length": length,
+        "attention_dropout": config.get("attention_dropout", 0.0),
+        **fields,
+    }
+    try:
+        return build(Document(where, values, {}), ModelConfig, validate=validate_model)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: describes no model: {error}") from None
+
+
+def decoder_config(
+    model: ModelConfig,
+    *,
+    dtype: str,
+    original: Mapping[str, Any] | None,
+    token_ids: Mapping[str, int] | None,
+    derived: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The `config.json` of a model, with the keys of `original` that say nothing of sizes.
+
+    `derived` has what follows from the architecture: model_type, architectures and its own switches.
+    `token_ids` may have `bos`, `eos`, `eod` and `pad`; an imported config has its own.
+    """
+    ids = token_ids or {}
+    defaults = {
+        "use_cache": True,
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": ids.get("eos", ids.get("eod")),
+        "pad_token_id": ids.get("pad"),
+    }
+    kept = {key: value for key, value in (original or {}).items() if key not in _SET_BY_US}
+    rope = _published_rope(model)
+    if original is not None and original.get("rope_parameters") is None:
+        rope = {key: original[key] for key in rope if key in original}  # in the publisher's own words
+    return {
+        **defaults,
+        **kept,
+        "torch_dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "initializer_range": model.init_std,
+        "rms_norm_eps": model.norm_epsilon,
+        **rope,
+        "tie_word_embeddings": model.tie_embeddings,
+        "attention_dropout": 0.0,
+        **derived,
+    }
+
+
+def refuse(config: Mapping[str, Any], where: str, keys: Sequence[str]) -> None:
+    """Raise CheckpointError if a config has one of these keys with another value than null, 0 or []."""
+    for key in keys:
+        if config.get(key):
+            raise CheckpointError(f"{where}: {key} {config[key]!r}: a mixture with this cannot be imported")
+
+
+def _unsupported(config: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
+    """Yield what a config needs and we do not support."""
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {config['hidden_act']!r}; wanted 'silu' (SwiGLU)"
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            yield f"{key}: biases of these projections cannot be imported"
+    if _or(config.get("partial_rotary_factor"), 1) != 1:
+        yield f"partial_rotary_factor {config['partial_rotary_factor']!r}: only whole heads are rotated here"
+    for key in ("num_key_value_heads", "head_dim"):
+        if config.get(key) == 0:
+            yield f"{key} 0; wanted a number above 0"
+    if config.get("use_sliding_window") or _slides(config.get("layer_types")):
+        yield "sliding-window attention cannot be imported; only full attention can"
+    if config.get("use_mrope"):
+        yield "use_mrope: multimodal rotary embeddings cannot be imported"
+    if config.get("quantization_config"):
+        yield "quantization_config: import the unquantized weights"
+    experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
+    if experts and not has_experts:
+        yield f"{experts[0]}: a mixture of experts of this model_type cannot be imported"
+
+
+def _slides(layer_types: Any) -> bool:
+    """Whether the list of attention kinds, one a layer, has another than full attention."""
+    return layer_types is not None and (
+        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
+    )
+
+
+def _rope(config: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any] | None, Any]:
+    """The rotary base, its scaling, and the longest sequence: `rope_parameters` or the older two keys."""
+    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    found = _or(config.get(key), {})
+    length = config.get("max_position_embeddings")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where}: {key} {found!r}; wanted an object such as {{'rope_type': 'llama3'}}")
+    if key == "rope_parameters" and config.get("rope_scaling") not in (None, found):
+        raise CheckpointError(f"{where}: rope_parameters and rope_scaling differ; give one of them")
+    given = {name: value for name, value in found.items() if value is not None}
+    base = given.pop("rope_theta", config["rope_theta"])
+    kinds = [given.pop(name) for name in ("rope_type", "type") if name in given] or ["default"]
+    if kinds != kinds[:1] * len(kinds) or not isinstance(kinds[0], str) or kinds[0] not in _ROPE_KEYS:
+        known = ", ".join(_ROPE_KEYS)
+        raise CheckpointError(f"{where}: {key}: type {kinds[-1]!r} is not supported; wanted one of {known}")
+    given = {name: value for name, value in given.items() if (name, value) not in _NEUTRAL}
+    if unknown := sorted(map(str, given.keys() - _ROPE_KEYS[kinds[0]])):
+        raise CheckpointError(f"{where}: {key}.{unknown[0]} is not supported with type {kinds[0]!r}")
+    if kinds[0] == "default":
+        return base, None, length
+    return base, *_scaling(kinds[0], given, length, f"{where}: {key}")
+
+
+def _scaling(kind: str, given: dict[str, Any], length: Any, where: str) -> tuple[dict[str, Any], Any]:
+    """The fields of `RopeScaling`, and the longest sequence that they are meant for."""
+    scaling = {"rope_type": kind, **given}
+    if kind == "linear":
+        return scaling, length
+    if missing := [key for key in _REQUIRED.get(kind, ()) if key not in given]:
+        raise CheckpointError(f"{where}: no {missing[0]}; {kind} scaling needs it")
+    if given.get("attention_factor") == 0:
+        raise CheckpointError(f"{where}: attention_factor 0; wanted a number above 0")
+    original = scaling.setdefault("original_max_position_embeddings", length)
+    if kind == "llama3":
+        return scaling, length
+    if kind == "dynamic" and original != length:
+        raise CheckpointError(
+            f"{where}: original_max_position_embeddings {original!r} is not max_position_embeddings "
+            f"{length!r}, from which dynamic scaling is computed"
+        )
+    stretched = _stretched(original, given.get("factor"))
+    return scaling, length if stretched is None or not _is_number(length) else max(length, stretched)
+
+
+_REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+"""Keys without a default in transformers; `factor` has none here either."""
+
+
+def _stretched(original: Any, factor: Any) -> int | None:
+    """The length that a factor makes of the original one; None if either is no sensible number."""
+    if not _is_number(original) or not _is_number(factor):
+        return None
+    product = original * factor
+    return round(product) if math.isfinite(product) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _or(value: Any, default: Any) -> Any:
+    """The value, or the default of null."""
+    return default if value is None else value
+
+
+def _published_rope(model: ModelConfig) -> dict[str, Any]:
+    """Base, scaling and longest sequence, in the keys that all releases since 4.43 read."""
+    scaling = model.rope_scaling
+    published = {"rope_theta": model.rope_base, "rope_scaling": None}
+    if scaling is None:
+        return published | {"max_position_embeddings": model.max_sequence_length}
+    original = scaling.original_max_position_embeddings or model.max_sequence_length
+    values = {key: getattr(scaling, key) for key in sorted(_ROPE_KEYS[scaling.rope_type])}
+    if "original_max_position_embeddings" in values:
+        values["original_max_position_embeddings"] = original
+    if values.get("attention_factor") == 0:
+        del values["attention_factor"]
+    if scaling.rope_type != "dynamic":
+        published["max_position_embeddings"] = model.max_sequence_length
+    else:
+        # transformers stretches it from max_position_embeddings on.
+        del values["original_max_position_embeddings"]
+        published["max_position_embeddings"] = original
+    return published | {"rope_scaling": {"rope_type": scaling.rope_type, **values}}
+
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -21,9 +21,8 @@ from yuan_kernels import ops
 from yuan_train.config.architecture import adapted, find_module
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.models.attention import LayerCache
+from yuan_train.models.attention import DocumentRanges, LayerCache
 from yuan_train.models.block import Block, Drop
-from yuan_train.models.documents import DocumentRanges
 from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm, Score

@@ -1,12 +1,24 @@
-"""Builds what one rank of a plan runs: its modules, flat buckets, process groups and rank program."""
+"""Builds what one rank of a plan runs: its modules, flat buckets, process groups and rank program.
+
+Experts that the ranks of a group share: each runs its own; all else is whole on each rank.
+
+All ranks hold the same hidden state, so their routers choose alike and no choice is sent. A rank's experts
+give the outputs of the tokens that chose them, and zeros elsewhere; one all-reduce adds them up. With two
+experts for a token the sum has two terms, in any order the same bits: the result is that of one process.
+
+In the backward one all-reduce adds up the gradients of the experts' input, and a small one those of the
+weights [T, K] that the router gives. The router's own gradient is added after that, by each rank alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import PlanError
@@ -15,17 +27,21 @@ from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.experts import apply_expert_parallel
-from yuan_train.parallel.gradients import FlatBucket, FlatParameter
+from yuan_train.parallel.gradients import FlatBucket, FlatParameter, GradReducer
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
-from yuan_train.parallel.paging import StagePages, page_slab, stage_pages
-from yuan_train.parallel.place import PLAIN, TierOptions, make_states
-from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, reduce_partial, shard_parameters
+from yuan_train.parallel.tensor import (
+    ShardSpec,
+    apply_tensor_parallel,
+    copy_to_tp,
+    reduce_from_tp,
+    reduce_partial,
+    shard_parameters,
+)
+from yuan_train.parallel.tiers.parameters import StagePages, page_slab, stage_pages
 from yuan_train.parallel.tiers.slab import HostSlab
-from yuan_train.parallel.zero import FrozenState, OwnedState
+from yuan_train.parallel.zero import PLAIN, FrozenState, OwnedState, TierOptions, make_states
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
@@ -453,3 +469,48 @@ def _flatten(
             flat.append(FlatBucket(bucket, {name: parameter}, own, rank=rank, whole=whole[name]))
     assert {name for bucket in flat for name in bucket.parameters} == parameters.keys()
     return flat
+
+
+def apply_expert_parallel(model: Any, group: dist.ProcessGroup, *, first_expert: int) -> None:
+    """Add the collectives of a group to the experts of a model, of which this rank holds a range."""
+    for module in model.modules():
+        if hasattr(module, "first_expert"):
+            module.first_expert = first_expert
+            module.forward = _shared(module, module.forward, group)
+
+
+def remove_experts(model: Any) -> None:
+    """Let a model run as on a rank that holds no experts, without a group: they add zeros."""
+    for module in model.modules():
+        if hasattr(module, "first_expert"):
+            module.forward = lambda u_TH, choice, weights_TK, *policy: _Nothing.apply(u_TH, weights_TK)
+
+
+def _shared(module: Any, own: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    def forward(u_TH: Tensor, choice: Any, weights_TK: Tensor, *policy: Any) -> Tensor:
+        u_TH, weights_TK = copy_to_tp(u_TH, group), copy_to_tp(weights_TK, group)
+        if module.up.weight.shape[0]:
+            part_TH = own(u_TH, choice, weights_TK, *policy)
+        else:
+            part_TH: Tensor = _Nothing.apply(u_TH, weights_TK)  # pyright: ignore[reportAssignmentType]
+        return reduce_from_tp(part_TH, group)
+
+    return forward
+
+
+class _Nothing(torch.autograd.Function):
+    """What a rank without experts adds: zeros, whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, u_TH: Tensor, weights_TK: Tensor) -> Tensor:
+        ctx.shapes = u_TH.shape, weights_TK.shape
+        ctx.dtypes = u_TH.dtype, weights_TK.dtype
+        return torch.zeros_like(u_TH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        du, dweights = (
+            gradients[0].new_zeros(shape, dtype=dtype)
+            for shape, dtype in zip(ctx.shapes, ctx.dtypes, strict=True)
+        )
+        return du, dweights

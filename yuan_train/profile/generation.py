@@ -21,23 +21,22 @@ from yuan_train.config.profile import BatchProfile, GenerationProfile
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.prompts import Prompt
 from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.initial import initial_rows
-from yuan_train.models.sampling import draw, draw_keys
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import RankRuntime, init_shard
 from yuan_train.parallel.executor import Stopwatch
+from yuan_train.parallel.gradients import GradReducer
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.reducer import GradReducer
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.profile.units import ProfileCase, all_agree, num_layers_in_a_row, trimmed_mean
-from yuan_train.rl.experience import Group, make_rows
+from yuan_train.rl.experience import Group, Sample, Ticket, make_rows
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.rewards import Scorers, answer_fields
-from yuan_train.rl.tickets import Sample, Ticket
 from yuan_train.rl.updates import token_advantages
 from yuan_train.schedule.schedules import forward_only
-from yuan_train.train.footprint import release_free_memory
+from yuan_train.train.memory import release_free_memory
 
 ROUNDS = 8
 """Of a call that is measured."""

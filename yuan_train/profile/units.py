@@ -29,11 +29,10 @@ from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer, choose_ops
-from yuan_train.parallel.apply import init_shard
+from yuan_train.parallel.apply import init_shard, remove_experts
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.device import Device, name_and_memory
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.experts import remove_experts
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups, one_communicator
@@ -41,7 +40,7 @@ from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_p
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.cards import type_of
 from yuan_train.train.feed import MicroBatch, make_micro_batch
-from yuan_train.train.footprint import (
+from yuan_train.train.memory import (
     can_track_memory,
     held_bytes,
     keep_freed_memory,

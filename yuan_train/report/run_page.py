@@ -9,8 +9,7 @@ from html import escape
 
 from yuan_train.config.load import dump
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.report.chart import bars, chart, smooth
-from yuan_train.report.html import table, whole_page
+from yuan_train.report.html import bars, chart, smooth, table, whole_page
 from yuan_train.report.run_log import CONFIG, Line, RankShare, RunLog
 
 MAX_RANKS = 16

@@ -5,12 +5,18 @@ The controller is rank 0 of the policy. Tickets of batch k are issued when versi
 the bound and none is thrown away for its age. An engine does what it is told in the order in which
 it is told: take weights, answer tickets, stop. While it answers, the policy trains. In flight
 (`generation.weights`) it takes weights between two rounds, and draws tickets from those offered to all.
+
+Tickets that engines draw themselves, in flight: whoever has free slots takes the next one that is offered.
+
+Every engine is offered all tickets, in one order, as far as the bound on staleness allows. Which engine has
+which is decided by a counter in the launcher's store, so that a slow engine takes fewer and no batch waits
+for it. The controller is not asked: it trains meanwhile.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +42,8 @@ from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
     Channel,
     Engines,
+    Inbox,
+    RemoteRewardModel,
     connect_seconds,
     engine_ranks,
     job_ranks,
@@ -44,6 +52,7 @@ from yuan_train.rl.engines import (
     weight_buckets,
     weight_link,
 )
+from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.generator import (
     Drawing,
     DrawnByTicket,
@@ -54,17 +63,105 @@ from yuan_train.rl.generator import (
     pipeline_group,
 )
 from yuan_train.rl.job import RLJob, check_supported, read_file
-from yuan_train.rl.offers import Desk, Offers
-from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
-from yuan_train.rl.service import Requests, joining
-from yuan_train.rl.tickets import Sample, Ticket, share_out
+from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.build import DTYPES, build_part, own_weights
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Position, choose_planned
 from yuan_train.train.step import Trainer
+
+_COUNTER = "tickets drawn"
+
+
+def _name(serial: int) -> str:
+    """Of what the store knows of a ticket: the engine that has drawn it."""
+    return f"ticket drawn {serial}"
+
+
+class Offers:
+    """On the controller: the order of what is offered."""
+
+    def __init__(self, store: dist.Store, num_engines: int) -> None:
+        self._store = store
+        self._num_engines = num_engines
+        self._count = 0
+        self._serials: dict[int | str, int] = {}
+
+    def make(self, tickets: Sequence[Ticket]) -> list[tuple[int, Ticket]]:
+        """The tickets with their places in the order, behind all before."""
+        offered = list(enumerate(tickets, start=self._count))
+        self._count += len(offered)
+        self._serials |= {ticket.number: serial for serial, ticket in offered}
+        return offered
+
+    def lost(self, unanswered: Iterable[int | str], left: Sequence[int]) -> list[int | str]:
+        """Those of the unanswered tickets that an engine has drawn which is not left, or that nobody is known
+        to have drawn though their turn is past: at worst two engines answer one."""
+        if len(left) == self._num_engines:
+            return []
+        drawn = self._store.add(_COUNTER, 0)
+        return [
+            n for n in unanswered if self._serials[n] < drawn and self._owner(self._serials[n]) not in left
+        ]
+
+    def _owner(self, serial: int) -> int | None:
+        return int(self._store.get(_name(serial))) if self._store.check([_name(serial)]) else None
+
+
+class Desk:
+    """On an engine's leader: the controller's messages as they come, and the tickets that it draws."""
+
+    def __init__(self, channel: Channel, store: dist.Store, engine: int) -> None:
+        self._store = store
+        self._engine = engine
+        self._inbox = Inbox()
+        self._inbox.open(0, channel)
+        self._offered: dict[int, tuple[Ticket, Drawing]] = {}
+        self._drawn: int | None = None
+        """The place of the ticket that is this engine's next one, which may not be offered yet."""
+
+    def has_news(self, num_free: int) -> bool:
+        """Whether `orders` would give some now."""
+        return not self._inbox.is_empty or (num_free > 0 and self._draw())
+
+    def orders(self, num_free: int, *, wait: bool) -> list[Sequence[Any]]:
+        """What the engine is to do now, in order: ("weights", version), ("answer", ticket, drawing) for as
+        many tickets as fill the free slots, or ("stop",). `wait`: until there is something.
+
+        Raises what ended the connection to the controller.
+        """
+        found: list[Sequence[Any]] = []
+        while True:
+            while not self._inbox.is_empty or (wait and not found and not self._draw()):
+                _, message = self._inbox.take()
+                if isinstance(message, Exception):
+                    raise message
+                if message[0] == "offer":
+                    _, offered, drawing = message
+                    self._offered |= {serial: (ticket, drawing) for serial, ticket in offered}
+                    continue
+                found.append(message)
+                if message[0] == "stop":
+                    return found
+            while num_free > 0 and self._draw():
+                assert self._drawn is not None
+                ticket, drawing = self._offered.pop(self._drawn)
+                self._drawn = None
+                num_free -= ticket.count
+                found.append(("answer", ticket, drawing))
+            if found or not wait:
+                return found
+
+    def _draw(self) -> bool:
+        """Whether a ticket is this engine's next one; those before it are others'."""
+        if self._drawn is None and self._offered:
+            self._drawn = self._store.add(_COUNTER, 1) - 1
+            self._store.set(_name(self._drawn), str(self._engine))
+            for serial in [serial for serial in self._offered if serial < self._drawn]:
+                del self._offered[serial]
+        return self._drawn in self._offered
 
 
 @dataclass(frozen=True)

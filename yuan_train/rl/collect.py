@@ -12,13 +12,12 @@ import torch.distributed as dist
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.data.prompts import Prompt
 from yuan_train.parallel.groups import guard_world_collective, wait_for_world
-from yuan_train.rl.experience import Group
+from yuan_train.rl.engines import RemoteRewardModel
+from yuan_train.rl.experience import Group, Sample, Ticket, share_out
 from yuan_train.rl.generator import Drawing, Engine
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.remote import RemoteRewardModel
 from yuan_train.rl.reward_model import RewardModel, score_error
 from yuan_train.rl.rewards import Scorers, Scores, answer_fields, reward_of
-from yuan_train.rl.tickets import Sample, Ticket, share_out
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
 

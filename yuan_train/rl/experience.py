@@ -4,6 +4,11 @@ Values of tokens (log-probabilities, advantages) are kept flat, by answer: numbe
 batch's answers. `Rows.place` says which token a row's position predicts.
 
 R = rows, S = tokens of a row, N = answer tokens of the batch.
+
+What is asked of an engine, and what it answers. Knows no torch.
+
+Ticket k is prompt k of the run's order. An answer is a function of the weights, the run's seed, its ticket
+and its number: whichever engine writes it, beside whichever others.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -19,11 +24,58 @@ from torch import Tensor
 from yuan_train.data.loader import Batch as Loaded
 from yuan_train.data.loader import Samples
 from yuan_train.data.prompts import Prompt
-from yuan_train.models.documents import DocumentResets, resets_at
+from yuan_train.models.attention import DocumentResets, resets_at
 from yuan_train.models.transformer import IGNORE_INDEX
 from yuan_train.parallel.device import Device
-from yuan_train.rl.tickets import Sample
 from yuan_train.train.feed import MicroBatch
+
+Ended = Literal["stop", "limit"]
+"""Why an answer ends: with a token that ends answers, or with as many tokens as it may have."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A prompt to be answered `count` times."""
+
+    number: int | str
+    """Of the run's order; prompts of an evaluation have names."""
+    prompt_ids: tuple[int, ...]
+    count: int
+    prompt: Prompt | None = None
+    """For the scores of its answers, where an engine has them made."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer."""
+
+    ticket: int | str
+    number: int
+    """Among the answers to its prompt."""
+    ids: tuple[int, ...]
+    """With the token that ended it, if one did."""
+    log_probs: tuple[float, ...]
+    """Of each token, under the weights that drew it."""
+    ended: Ended
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """Its tokens without the one that ended it."""
+        return self.ids[:-1] if self.ended == "stop" else self.ids
+
+
+def share_out(tickets: Sequence[Ticket], shares: Sequence[float]) -> list[list[Ticket]]:
+    """The tickets of each engine: a weighted round robin, which follows from the order of tickets alone.
+
+    Each ticket goes to the engine that is furthest behind its share; of equals, to the first.
+    """
+    given = [0] * len(shares)
+    found: list[list[Ticket]] = [[] for _ in shares]
+    for done, ticket in enumerate(tickets, start=1):
+        engine = max(range(len(shares)), key=lambda e: (shares[e] * done - given[e], -e))
+        given[engine] += 1
+        found[engine].append(ticket)
+    return found
 
 
 @dataclass(frozen=True)

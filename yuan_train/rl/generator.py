@@ -27,8 +27,7 @@ from torch import Tensor
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.models.dropout import Keys
-from yuan_train.models.generate import Resets
-from yuan_train.models.sampling import draw, draw_keys
+from yuan_train.models.generate import Resets, draw, draw_keys
 from yuan_train.models.slots import (
     DocumentRules,
     Documents,
@@ -43,7 +42,7 @@ from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, make_tensor_groups
 from yuan_train.parallel.transport import blame_peers
-from yuan_train.rl.tickets import Ended, Sample, Ticket
+from yuan_train.rl.experience import Ended, Sample, Ticket
 from yuan_train.train.build import DTYPES
 
 CacheKind = Literal["prompts", "answers"]

@@ -11,8 +11,7 @@ from torch import Tensor
 from yuan_train.config.errors import PlanError
 from yuan_train.parallel.apply import make_lane
 from yuan_train.parallel.executor import Executor
-from yuan_train.parallel.groups import as_training_error
-from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.parallel.groups import as_training_error, sum_over_world
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.train.engine import StepRequest, StepResult
 from yuan_train.train.objective import Objective

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from yuan_train.config.rl import AlgorithmConfig
 from yuan_train.models.transformer import Transformer
-from yuan_train.objectives.policy import (
+from yuan_train.objectives.losses import (
     BatchTotals,
     aggregate,
     aipo_loss,

@@ -19,7 +19,7 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.world_sum import sum_over_world
+from yuan_train.parallel.groups import sum_over_world
 from yuan_train.rl.experience import RowFeed, make_score_rows
 from yuan_train.rl.losses import places
 from yuan_train.train.agreement import raise_together

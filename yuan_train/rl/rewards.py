@@ -22,7 +22,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import RewardConfig
 from yuan_train.data.prompts import Prompt, text_of
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.rl.tickets import Sample
+from yuan_train.rl.experience import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from yuan_train.config.rl import AlgorithmConfig, CriticConfig, RLConfig
 from yuan_train.objectives import advantages as kinds
-from yuan_train.objectives.policy import BatchTotals, explained_variance, reward_penalty
-from yuan_train.parallel.groups import guard_world_collective
-from yuan_train.parallel.world_sum import sum_over_world
-from yuan_train.rl.critic import Critic
+from yuan_train.objectives.losses import BatchTotals, explained_variance, reward_penalty
+from yuan_train.parallel.groups import guard_world_collective, sum_over_world
+from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
+from yuan_train.rl.engines import RemoteReference
 from yuan_train.rl.experience import Group, RowFeed, Rows, make_rows
 from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, TokenScores
-from yuan_train.rl.reference import Reference, finish_weight_sync
-from yuan_train.rl.remote import RemoteReference
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
 

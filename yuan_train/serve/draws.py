@@ -10,8 +10,8 @@ from torch import Tensor
 
 from yuan_train.models.generate import Sampling, sample
 from yuan_train.models.transformer import Transformer
+from yuan_train.rl.experience import Ended, Ticket
 from yuan_train.rl.generator import Draw
-from yuan_train.rl.tickets import Ended, Ticket
 
 MOST_ALTERNATIVES = 20
 """Tokens beside the drawn one whose log-probabilities are told."""

@@ -35,7 +35,7 @@ from yuan_train.train.build import DTYPES, build_part, load_runtime
 from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Position, check_same_model, choose_device, choose_planned
-from yuan_train.train.out_of_memory import explaining_memory
+from yuan_train.train.memory import explaining_memory
 
 STARTUP_SECONDS = 600.0
 """In which all ranks come to meet."""

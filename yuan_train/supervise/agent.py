@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 import socket
 import statistics
+import subprocess
+import sys
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -19,16 +24,126 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in
-from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.errors import CAUSE, NoPlanFits
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import load_plan
-from yuan_train.config.run import RunConfig
+from yuan_train.config.run import RunConfig, SuperviseConfig
 from yuan_train.config.units import show_seconds
-from yuan_train.report.journal import Event, Journal
-from yuan_train.supervise.decide import Start, repeats, weigh_move
-from yuan_train.supervise.ranks import Ranks
+from yuan_train.parallel.environment import end_with_parent
+from yuan_train.report.run_log import Event, Journal
 from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """A change of plan, and whether it is worth it."""
+
+    is_worth_it: bool
+    reason: str
+
+
+def weigh_move(
+    before: float,
+    after: float,
+    *,
+    measured: float | None,
+    steps_left: int,
+    move_seconds: float,
+    settings: SuperviseConfig,
+) -> Weighed:
+    """Whether to go from a plan whose step is forecast as `before` seconds to one of `after`.
+
+    `measured`: seconds that a step really takes; None: not known, taken as forecast. `move_seconds`: what is
+    lost while ranks save, end and begin again. What is gained counts within `horizon`, and no further than
+    the run's last step.
+    """
+    gain = 1 - after / before
+    running = min(steps_left * (measured or before), settings.horizon)
+    saved = running * gain
+    words = f"a step of {show_seconds(after)} in place of {show_seconds(before)} ({gain:.1%} less)"
+    if gain < settings.gain:
+        return Weighed(is_worth_it=False, reason=f"{words}: below supervise.gain, {settings.gain:.1%}")
+    costs = f"would save {show_seconds(saved)} of the next {show_seconds(running)}; the move takes about"
+    return Weighed(is_worth_it=saved > move_seconds, reason=f"{words} {costs} {show_seconds(move_seconds)}")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the ranks that has ended in a fault though no node was lost."""
+
+    fault: str
+    step: int
+    """The last one that was finished."""
+
+
+def repeats(starts: Sequence[Start], attempts: int) -> bool:
+    """Whether the last `attempts` starts ended in the same fault, and none got further than the first."""
+    last = starts[-attempts:]
+    if len(last) < attempts or max(start.step for start in last) > last[0].step:
+        return False
+    return len({signature(start.fault) for start in last}) == 1
+
+
+def signature(fault: str) -> str:
+    """A fault without its numbers: ports, seconds, addresses and steps differ where the cause does not."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", fault)
+
+
+LINES_KEPT = 400
+_BY_OTHERS = re.compile(r" \(rank \d+ \(.*$")
+"""How another rank has noticed a fault, behind the fault."""
+
+
+class Ranks:
+    """The process that runs a node's ranks; what they print goes through, and its end is kept."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """`words` are what follows `yuan-train`."""
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "yuan_train", *words],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            preexec_fn=end_with_parent,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._asked = False
+
+    def poll(self) -> int | None:
+        """The exit code; None while they run."""
+        return self._process.poll()
+
+    def ask_to_end(self) -> None:
+        """Have them save and end; once."""
+        if not self._asked and self.poll() is None:
+            self._asked = True
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End them as they are; `launch` takes its ranks with it."""
+        if self.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def fault(self) -> str:
+        """What they have said of their fault: whose it was, without how others saw it."""
+        self._reader.join(timeout=2)
+        said = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
+        causes = [line.removeprefix(CAUSE) for line in said if line.startswith(CAUSE)]
+        first = (causes or said or [f"exit code {self.poll()}"])[0]
+        return _BY_OTHERS.sub("", first)
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._lines.append(line.rstrip("\n"))
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
 
 logger = logging.getLogger(__name__)
 

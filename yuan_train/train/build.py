@@ -28,14 +28,13 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.place import TierOptions
 from yuan_train.parallel.shard import TensorBox, global_boxes
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
-from yuan_train.parallel.tiers.link import make_link
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.zero import STATES
-from yuan_train.train.expert_load import ExpertLoad, routers_of
+from yuan_train.parallel.tiers.slab import make_link
+from yuan_train.parallel.zero import STATES, TierOptions
+from yuan_train.train.engine import ExpertLoad, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job

@@ -7,10 +7,13 @@ the plan says. A rank takes its card by type (`choose_card`) and refuses one tha
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import socket
 import subprocess
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,7 @@ from yuan_train.config.devices import CATALOGUE, DeviceType, find_card
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan, RankPlan, is_real_card, snapshot_bytes
 from yuan_train.config.units import show_bytes
+from yuan_train.models import compiled
 from yuan_train.parallel.device import CardFacts, CardMemory, cuda_of_driver
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -364,3 +368,42 @@ def node_lines(cards: Sequence[RankCard]) -> Iterator[str]:
         known = {"driver": first.driver, "CUDA": first.facts.cuda, "NCCL": first.nccl}
         versions = ", ".join(f"{name} {version}" for name, version in known.items() if version is not None)
         yield f"{first.host}: rank{'s' * (len(own) > 1)} {ranks}: {held}; {versions}"
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ConfigError unless torch.compile works on a device: the run asks for it (`train.compile`)."""
+    fault = compiler_fault(device.type) or _trial_fault(device)
+    if fault is not None:
+        raise ConfigError(f"train.compile: true, but {fault}; or set train.compile: false")
+
+
+def compiler_fault(device_type: str) -> str | None:
+    """What torch.compile needs for a type of device and this machine lacks, with what to do; else None."""
+    if device_type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed, which compiles for cards: install it"
+        if _find(os.environ.get("CC"), "gcc", "clang") is None:
+            return "there is no C compiler, with which triton starts its kernels: install gcc (or set CC)"
+    elif _find(os.environ.get("CXX"), "g++") is None:
+        return f"there is no C++ compiler ({os.environ.get('CXX', 'g++')}): install g++ (or set CXX)"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return "Python's headers (Python.h) are not there: install them (python3-dev)"
+    return None
+
+
+def _find(*names: str | None) -> str | None:
+    """The path of the first of some programs; only the first name counts if it is given."""
+    if names[0]:
+        return shutil.which(names[0])
+    return next((path for name in names[1:] if name and (path := shutil.which(name))), None)
+
+
+def _trial_fault(device: torch.device) -> str | None:
+    """What a small function's compilation fails with; None if it does not."""
+    function = torch.compile(torch.nn.functional.silu, backend=compiled.BACKEND, dynamic=False)
+    try:
+        function(torch.ones(64, device=device))
+    except Exception as error:  # Compilers, linkers and file systems may raise anything.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"it fails on this machine ({type(error).__name__}: {' '.join(lines[:3])}): repair that"
+    return None

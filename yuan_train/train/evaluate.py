@@ -14,9 +14,9 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.data.loader import open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.models.documents import find_resets
+from yuan_train.models.attention import find_resets
 from yuan_train.models.transformer import Transformer, choose_ops
-from yuan_train.objectives.preference import reward_loss
+from yuan_train.objectives.losses import reward_loss
 from yuan_train.train.forms import keep_wide_sums
 from yuan_train.train.objective import row_scores
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from yuan_train.data.loader import Samples
-from yuan_train.models.documents import DocumentResets, find_resets
+from yuan_train.models.attention import DocumentResets, find_resets
 from yuan_train.parallel.device import Device
 
 

@@ -24,8 +24,7 @@ from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.device import CPU, CardFacts, Device, visible_cards
-from yuan_train.train.cards import check_card, check_processor, choose_card, why_no_card
-from yuan_train.train.compiler import check_compiler
+from yuan_train.train.cards import check_card, check_compiler, check_processor, choose_card, why_no_card
 from yuan_train.train.trackers import check_trackers
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from yuan_train.config.run import ObjectiveConfig
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer
-from yuan_train.objectives.preference import log_ratio_margin, preference_loss, reward_loss
+from yuan_train.objectives.losses import log_ratio_margin, preference_loss, reward_loss
 
 
 @dataclass(frozen=True)

@@ -17,27 +17,25 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import keep_plan
-from yuan_train.parallel.groups import as_training_error, enter_world, meet
-from yuan_train.parallel.world_sum import gather_on_first
+from yuan_train.data.loader import Blend
+from yuan_train.parallel.groups import as_training_error, enter_world, gather_on_first, meet
 from yuan_train.train.agreement import (
     check_cards,
     check_same_directory,
     check_same_job,
     find_resume_together,
+    flatten,
 )
 from yuan_train.train.build import build_engine
-from yuan_train.train.clock import StepClock, device_clock
 from yuan_train.train.ending import StopRequest, ending_together, stop_on_sigterm
 from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, StepRequest, StepResult
-from yuan_train.train.footprint import keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.job import Job
+from yuan_train.train.memory import explaining_memory, keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.metrics import Log, is_logged
-from yuan_train.train.notes import changes, many_epochs
 from yuan_train.train.optimizer import learning_rate
-from yuan_train.train.out_of_memory import explaining_memory
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.state import Progress
-from yuan_train.train.trace import Tracer
+from yuan_train.train.trace import StepClock, Tracer, device_clock
 from yuan_train.train.watch import watching
 
 
@@ -277,3 +275,41 @@ def measure_step(job: Job, engine: Engine, step: int, clock: StepClock) -> Measu
         of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
     expert_tokens = engine.take_expert_tokens() if is_logged(step, job.run) else None
     return Measured(clock.lap(), of_ranks, expert_tokens, end=time.perf_counter())
+
+
+MANY_EPOCHS = 20
+"""A corpus that is read so often is told: mostly a step takes more tokens than was thought."""
+_FREE = "train.trace"
+"""A key that changes no weight."""
+
+
+def changes(job: Job) -> list[str]:
+    """What of training is another than in the run that saved the checkpoint, as `KEY OLD -> NEW`."""
+    if job.checkpoint is None:
+        return []
+    saved, now = job.checkpoint.state.get("run", {}), as_plain(job.run)
+    found: list[str] = []
+    for part in ("train", "optimizer", "objective"):
+        before, after = flatten(saved.get(part, {}), part), flatten(now.get(part, {}), part)
+        found += [
+            f"{key} {before[key]} -> {value}"
+            for key, value in after.items()
+            if key in before and before[key] != value and not key.startswith(_FREE)
+        ]
+    return found
+
+
+def many_epochs(job: Job) -> list[str]:
+    """Of each corpus that the run reads many times over, how often."""
+    if not isinstance(job.train, Blend):
+        return []
+    found: list[str] = []
+    samples = job.run.train.steps * job.run.train.global_batch_size
+    for corpus, weight in zip(job.train.corpora, job.train.weights, strict=True):
+        epochs = weight * samples / corpus.samples_per_epoch
+        if epochs >= MANY_EPOCHS:
+            found.append(
+                f"the run reads {corpus.prefix} {epochs:,.0f} times over: it has "
+                f"{corpus.samples_per_epoch:,} samples, a step takes {job.run.train.global_batch_size:,}"
+            )
+    return found

@@ -13,9 +13,8 @@ from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.paging import StagePages
 from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.parameters import ParameterPages
+from yuan_train.parallel.tiers.parameters import ParameterPages, StagePages
 from yuan_train.schedule.pages import PagedGroup
 from yuan_train.schedule.step import PAGING, Kind, Step
 from yuan_train.train.feed import Source

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import WEIGHTS
+from yuan_train.config.errors import CheckpointError, YuanError
+from yuan_train.config.load import write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.units import written_words
 from yuan_train.data.loader import Samples
@@ -21,13 +27,14 @@ from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.checksums import check_weights
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.groups import as_training_error, sum_over_world
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.disk import DiskFile
 from yuan_train.parallel.tiers.host_state import DiskChunk
-from yuan_train.parallel.world_sum import sum_over_world
 from yuan_train.parallel.zero import STATES, State
+from yuan_train.train.agreement import raise_together
 from yuan_train.train.engine import (
+    ExpertLoad,
     RankTerms,
     StepRecord,
     StepRequest,
@@ -36,15 +43,85 @@ from yuan_train.train.engine import (
     num_terms,
     step_metrics,
 )
-from yuan_train.train.expert_load import ExpertLoad
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
 from yuan_train.train.objective import PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
-from yuan_train.train.reference import find_reference
 from yuan_train.train.stage import StageRunner
 from yuan_train.train.state import Progress
+
+NUMBERS = "reference.npy"
+"""fp64 [pairs, 2], in the order of the file of pairs: of the chosen and of the rejected answer."""
+FACTS = "reference.json"
+
+
+def find_reference(
+    job: Job, progress: Progress, pairs: Pairs, score: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, str | None]:
+    """The reference of a run on pairs, and what there is to say of it; collective over all ranks.
+
+    At step 0 `score`, a forward pass over all pairs, makes it; later it is read. Raises CheckpointError if
+    the log directory has none, or one of other pairs.
+    """
+    directory = None if job.run.log.directory is None else Path(job.run.log.directory)
+    if progress.step:
+        return _read_together(directory, pairs), None
+    found = score()
+    fault: YuanError | None = None
+    if directory is not None and job.position.rank == 0:
+        try:
+            _write(directory, found, pairs)
+        except OSError as error:
+            fault = CheckpointError(f"{directory / NUMBERS}: cannot be written: {error}")
+    raise_together(fault)
+    return found, f"reference: log-probabilities of {len(pairs)} pairs under the weights at step 0"
+
+
+def _write(directory: Path, reference: torch.Tensor, pairs: Pairs) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = directory / f".{NUMBERS}.tmp"
+    with temporary.open("wb") as file:
+        np.save(file, reference.view(-1, 2).numpy())
+    temporary.replace(directory / NUMBERS)
+    write_text(directory / FACTS, json.dumps({"version": 1, "pairs": pairs.fingerprints}) + "\n")
+
+
+def _read_together(directory: Path | None, pairs: Pairs) -> torch.Tensor:
+    """Rank 0 reads, all get it."""
+    reference = torch.zeros(2 * len(pairs), dtype=torch.float64)
+    fault: YuanError | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            reference.copy_(_read(directory, pairs))
+        except CheckpointError as error:
+            fault = error
+    raise_together(fault)
+    if dist.is_initialized():
+        dist.broadcast(reference, 0)
+    return reference
+
+
+def _read(directory: Path | None, pairs: Pairs) -> torch.Tensor:
+    what_to_do = (
+        "a DPO run is resumed with the log.directory that it began with; to begin a new one from trained "
+        "weights give them as start.checkpoint"
+    )
+    if directory is None:
+        raise CheckpointError(f"log.directory: none, so no {NUMBERS} to resume with; {what_to_do}")
+    path = directory / NUMBERS
+    try:
+        numbers: Any = np.load(path, allow_pickle=False)
+        facts = json.loads((directory / FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}; {what_to_do}") from None
+    if not isinstance(facts, dict) or facts.get("pairs") != pairs.fingerprints:
+        raise CheckpointError(
+            f"{path}: is of other pairs than data.pairs; give the file that the run began with"
+        )
+    if numbers.shape != (len(pairs), 2) or not np.isfinite(numbers).all():
+        raise CheckpointError(f"{path}: holds {numbers.shape}; wanted {(len(pairs), 2)} finite numbers")
+    return torch.from_numpy(numbers.astype(np.float64)).flatten()
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,14 @@ from typing import Any
 
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.published import TensorMapping, decoder_layout, refuse_bias
-from yuan_train.models.published_config import (
+from yuan_train.models.published import (
     DEFAULTS,
+    TensorMapping,
     decoder_config,
     decoder_from_config,
+    decoder_layout,
     refuse,
+    refuse_bias,
 )
 
 MODEL_TYPES = ("llama", "mistral", "mixtral")

@@ -9,7 +9,7 @@ from typing import Any
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.llama.hf import MODEL_CODE, STORES_TIED_HEAD, published_layout, resets_of
-from yuan_train.models.published_config import DEFAULTS, decoder_config, decoder_from_config, refuse
+from yuan_train.models.published import DEFAULTS, decoder_config, decoder_from_config, refuse
 
 __all__ = ["MODEL_CODE", "STORES_TIED_HEAD", "published_layout", "resets_of"]
 

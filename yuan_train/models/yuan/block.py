@@ -17,8 +17,7 @@ from torch import Tensor
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.attention import SelfAttention
 from yuan_train.models.block import Block
-from yuan_train.models.layers import Linear
-from yuan_train.models.localized_filter import LocalizedFilter
+from yuan_train.models.layers import Linear, LocalizedFilter
 from yuan_train.models.rotary import RotaryTables
 
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.host_state import HostLinks
-from yuan_train.parallel.tiers.link import Transfer
-from yuan_train.parallel.tiers.slab import ALIGNMENT, HostSlab
+from yuan_train.parallel.tiers.slab import ALIGNMENT, HostSlab, Transfer
 from yuan_train.schedule.copies import Key, Offloads, PartSteps, group_copies
 from yuan_train.schedule.step import Kind, RankProgram, Step
 

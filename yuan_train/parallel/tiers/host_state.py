@@ -15,8 +15,7 @@ import torch
 from yuan_train.config import units
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.disk import DiskStore, FilePiece
-from yuan_train.parallel.tiers.link import Link, Transfer, begin_copy, make_link
-from yuan_train.parallel.tiers.slab import HostSlab
+from yuan_train.parallel.tiers.slab import HostSlab, Link, Transfer, begin_copy, make_link
 
 CHUNK = 1 << 22
 """Elements of a chunk; a multiple of what any processor steps at a time, so that chunks change no bit."""

@@ -16,7 +16,7 @@ from yuan_train.planner.costs.workload import ELEMENT_BYTES, model_work
 PREFILL_CHUNK = 512
 """Prompt tokens that generation reads at once."""
 DRAWN_ELEMENTS = 1 << 22
-"""Logits whose noise is in memory at once: `NOISE_ELEMENTS` of yuan_train/models/sampling.py."""
+"""Logits whose noise is in memory at once: `NOISE_ELEMENTS` of yuan_train/models/generate.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
