@@ -309,6 +309,52 @@ def test_a_typo_on_one_node_ends_the_other(project: Path, tmp_path: Path, wrong:
     assert ended[1 - wrong] - ended[wrong] < patience(SECONDS)
 
 
+CLUSTER = """
+name: two
+nodes:
+  - &node {name: a, device: core, devices: 2, link: {bandwidth: 2 GB/s, latency: 50 us}}
+  - {<<: *node, name: b, devices: 1}
+device_types:
+  core: {memory: 4 GiB, fp32: 50 GFLOP/s, bf16: 50 GFLOP/s, fp16: 50 GFLOP/s, memory_bandwidth: 10 GB/s,
+    host_link: 5 GB/s, slowdown: 1}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["profile", "serve"])
+def test_a_wrong_option_on_one_node_ends_the_other(project: Path, tmp_path: Path, name: str) -> None:
+    """As a typo does under `launch`: the other commands that start a node's ranks."""
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    if name == "profile":
+        own = ["--config", str(project / "run.yaml"), "--cluster", str(tmp_path / "cluster.yaml")]
+        own, wrong, said_of_it = [*own, "--out", str(tmp_path / "p.json")], ["--seconds", "0"], "--seconds 0"
+    else:
+        saved = ("checkpoint.every=1", f"checkpoint.directory={tmp_path / 'saved'}")
+        run_alone(Case(project / "run.yaml", tmp_path / "alone", overrides=(*words(1), *saved)))
+        own = ["--checkpoint", str(tmp_path / "saved"), "--plan", str(project / "plan-2-1.yaml")]
+        own, wrong, said_of_it = [*own, "--port", "0", "--device", "cpu"], ["--slots", "0"], "--slots: 0"
+    meeting = f"127.0.0.1:{free_port()}"
+    lines = [
+        [
+            "yuan_train",
+            name,
+            *own,
+            "--rendezvous",
+            meeting,
+            "--this-node",
+            node,
+            *(wrong if node == "b" else []),
+        ]
+        for node in "ab"
+    ]
+    with started(lines, [HERE, HERE], tmp_path) as agents:
+        codes = [agent.wait(timeout=patience(120)) for agent in agents]
+    said = [(tmp_path / f"agent-{number}").read_text() for number in (0, 1)]
+    assert codes == [2, 2], said
+    assert said[1].startswith(f"error: {said_of_it}"), said
+    assert re.search(rf"error: the run ends: launch of b on .*: {said_of_it}", said[0]), said
+
+
 def test_a_missing_plan_on_the_first_node_ends_the_other(project: Path, tmp_path: Path) -> None:
     """Its launcher does not know that it is the first one."""
     meeting = f"127.0.0.1:{free_port()}"

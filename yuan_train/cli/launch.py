@@ -12,8 +12,8 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from yuan_train.cli.plan_nodes import (
     parse_address,
     torchrun_lines,
 )
-from yuan_train.config.errors import ConfigError, NoDriver, YuanError, say
+from yuan_train.config.errors import ConfigError, NoDriver, YuanError
 from yuan_train.config.express import check_engine, express
 from yuan_train.config.plan import Node, Plan
 from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
@@ -35,7 +35,7 @@ from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan
 from yuan_train.config.run import TrainConfig, load_run
 from yuan_train.parallel.environment import is_host_name, is_job_here, unknown_host
 from yuan_train.supervise.launched import start_ranks
-from yuan_train.supervise.node_faults import NodeFaults
+from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class _EarlierName(argparse.Action):
 def run(arguments: argparse.Namespace) -> int:
     """Check config and plan, then start the ranks or print the commands that do."""
     overrides = (*arguments.overrides, *([f"engine={arguments.engine}"] if arguments.engine else []))
-    with _telling_other_nodes(arguments):
+    with telling_other_nodes(lambda: None if names_hosts(arguments) else faults_of(arguments)):
         plan, name, speaker, train = _read_plan(arguments, overrides)
         command = [name, "--config", arguments.config, "--plan", arguments.plan, *overrides]
         spare = _ranks_to_spare(arguments.config, overrides, plan) if isinstance(plan, RlPlan) else range(0)
@@ -107,23 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
 
-@contextmanager
-def _telling_other_nodes(arguments: argparse.Namespace) -> Iterator[None]:
-    """Around what a launcher does before its ranks run: what it finds wrong is said, and told to the other
-    nodes of its `plan`, which would wait for it."""
-    try:
-        yield
-    except YuanError as error:
-        if not arguments.print and not names_hosts(arguments):
-            say(error)
-            faults = _faults_of(arguments)
-            if faults is not None:
-                faults.tell(str(error), error.exit_code)
-        raise
-
-
-def _faults_of(arguments: argparse.Namespace) -> NodeFaults | None:
-    """What is known of the nodes of a launcher's run, whose files may be wrong; None: not where they meet."""
+def faults_of(arguments: argparse.Namespace) -> NodeFaults | None:
+    """What is known of the nodes of a launcher's run, whose files may be wrong; None: not where they meet, or
+    this command starts no rank of them."""
+    if arguments.print:
+        return None
     known: tuple[str | None, tuple[int, ...], int] = None, (), 0
     meeting = arguments.rendezvous
     with suppress(YuanError):

@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -31,7 +32,7 @@ from yuan_train.cli.plan_nodes import meeting_address
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.document import locate_cluster
-from yuan_train.config.errors import ConfigError, HostMemoryError
+from yuan_train.config.errors import ConfigError, HostMemoryError, YuanError
 from yuan_train.config.load import as_plain, write_text
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Node, RankPlan
@@ -49,6 +50,7 @@ from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig
 from yuan_train.machine.reach import fetch
 from yuan_train.parallel.environment import set_rank_defaults
 from yuan_train.supervise.launched import start_ranks
+from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device
@@ -107,6 +109,33 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, or merge, and write. Raises ConfigError for wrong input."""
+    with telling_other_nodes(lambda: _faults_of(arguments)):
+        return _run(arguments)
+
+
+def _faults_of(arguments: argparse.Namespace) -> NodeFaults | None:
+    """What is known of the machines that are measured, whose files may be wrong; None: no others."""
+    if arguments.this_node is None or arguments.rendezvous is None:
+        return None
+    ranks: tuple[int, ...] = ()
+    size = 0
+    with suppress(YuanError):
+        cluster = load_cluster(arguments.cluster)
+        ranks, size = _ranks_of(cluster).get(arguments.this_node, ()), len(cluster.cards)
+    with suppress(YuanError):
+        return NodeFaults(arguments.this_node, ranks, size, meeting_address(arguments.rendezvous))
+    return None
+
+
+def _ranks_of(cluster: Cluster) -> dict[str, tuple[int, ...]]:
+    """The processes that measure the cards of each machine."""
+    ranks: dict[str, tuple[int, ...]] = {}
+    for rank, card in enumerate(cluster.cards):
+        ranks[card.node] = (*ranks.get(card.node, ()), rank)
+    return ranks
+
+
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.merge:
         profile = merge_profiles([(path, load_profile(path)) for path in arguments.merge])
         _write(profile, arguments)
@@ -153,10 +182,8 @@ def _start_nodes(cluster: Cluster | None, arguments: argparse.Namespace) -> int:
     """
     if cluster is None:
         raise ConfigError("give --cluster F: it says which machine has which cards")
-    ranks: dict[str, list[int]] = {}
-    for rank, card in enumerate(cluster.cards):
-        ranks.setdefault(card.node, []).append(rank)
-    nodes = [Node(name, tuple(own)) for name, own in ranks.items()]
+    ranks = _ranks_of(cluster)
+    nodes = [Node(name, own) for name, own in ranks.items()]
     if arguments.this_node is None:
         places = place(read_hosts(arguments), nodes)
         errand = Errand(
@@ -177,7 +204,7 @@ def _start_nodes(cluster: Cluster | None, arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--this-node {arguments.this_node}: wanted one of {', '.join(ranks)}, and --rendezvous HOST:PORT"
         )
-    node = Node(arguments.this_node, tuple(ranks[arguments.this_node]))
+    node = Node(arguments.this_node, ranks[arguments.this_node])
     address = meeting_address(arguments.rendezvous)
     return start_ranks(node, _words(arguments), world_size=len(cluster.cards), address=address)
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from yuan_train.cli.launch import add_node_options, check_driver_of_rank, start_or_print
+from yuan_train.cli.launch import add_node_options, check_driver_of_rank, faults_of, start_or_print
 from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl_plan import names_rl_plan
 from yuan_train.parallel.environment import is_rank_of_several, set_rank_defaults
+from yuan_train.supervise.node_faults import telling_other_nodes
 
 if TYPE_CHECKING:
     from yuan_train.serve.ranks import ServeJob
@@ -81,16 +82,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Check the options, start the ranks of a plan, or serve as one of them."""
     set_rank_defaults()
+    if arguments.plan is not None and not is_rank_of_several():
+        with telling_other_nodes(lambda: faults_of(arguments)):
+            plan = _check(arguments)
+            if plan is not None and (arguments.print or plan.world_size > 1):
+                return start_or_print(arguments, plan, _command_of_rank(arguments), device=arguments.device)
     plan, fault = None, None
     try:
-        _check_installed()
-        _check_options(arguments)
-        plan = _read_plan(arguments)
+        plan = _check(arguments)
     except Exception as error:
         say_without_torch(error)
         fault = error
-    if plan is not None and (arguments.print or (plan.world_size > 1 and not is_rank_of_several())):
-        return start_or_print(arguments, plan, _command_of_rank(arguments), device=arguments.device)
     with ending_in_time(fault):
         from yuan_train.train.ending import fail_together
         from yuan_train.train.job import find_position
@@ -107,6 +109,13 @@ def run(arguments: argparse.Namespace) -> int:
                 _serve(job, listening)
                 return 0
         fail_together(fault, position)
+
+
+def _check(arguments: argparse.Namespace) -> Plan | None:
+    """Check what is installed and the options; the plan, if one is given. Raises YuanError."""
+    _check_installed()
+    _check_options(arguments)
+    return _read_plan(arguments)
 
 
 def _check_installed() -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from yuan_train.config.errors import YuanError, say
 from yuan_train.parallel.environment import is_host_name, is_this_machine, set_rank_defaults
 
 FIND_SECONDS = 5.0
 """In which one who does not know whether it is the first node finds the store of another."""
 TELL_SECONDS = 4.0
 """For which it waits for the others, who were started with it, and have as much to import."""
-IMPORTS = 3.0
-"""And as often as this the time that torch's import takes here: as slow may it be there."""
+IMPORTS, MOST_SECONDS = 3.0, 30.0
+"""And as often as this the time that torch's import takes here, at most so long: as slow may it be there."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class NodeFaults:
             from yuan_train.parallel.board import Fault, Meeting
             from yuan_train.train.ending import tell_for_node
 
-            slow = IMPORTS * (time.monotonic() - began)
+            slow = min(IMPORTS * (time.monotonic() - began), MOST_SECONDS)
             node = f"{self.name} on {socket.gethostname()}" if self.name else socket.gethostname()
             where = f"launch of {node}" if rank is None else f"rank {rank} ({node})"
             # Its ranks hear of nothing: they are not started, or are ended with it. This process does.
@@ -58,3 +60,17 @@ class NodeFaults:
                 print(f"telling the other nodes, for at most {seconds:.0f} s", file=sys.stderr)
                 if tell_for_node(meeting, fault, seconds):
                     return
+
+
+@contextmanager
+def telling_other_nodes(known: Callable[[], NodeFaults | None]) -> Iterator[None]:
+    """Around what a launcher does before its ranks run: what it finds wrong is said, and told to the other
+    nodes, which would wait for it. `known` says what is known of them then; None: there are none."""
+    try:
+        yield
+    except YuanError as error:
+        say(error)
+        faults = known()
+        if faults is not None:
+            faults.tell(str(error), error.exit_code)
+        raise
