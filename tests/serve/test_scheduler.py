@@ -160,7 +160,10 @@ def test_a_lost_pipeline_ends_all() -> None:
     running = Running([1, 1], [pipeline, lost], queue=5)
     pipeline.permits.release(1000)
     running.scheduler.submit([asked(0, 900), asked(1, 900)], client)
-    assert client.changed.wait(20)
+    # The other pipeline's words may come first.
+    while client.error is None:
+        assert client.changed.wait(20)
+        client.changed.clear()
     running.end()
     assert isinstance(running.error, LostRank)
     assert str(client.error) == "rank 1 is gone"
