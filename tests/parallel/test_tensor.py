@@ -147,3 +147,22 @@ def test_products_of_columns_run_beside_the_all_reduce_of_their_input(
     columns = sum(sharding_style(path, sharding) == "column" for path in paths)
     assert sum(map(len, re.findall("s(p+)w", beside))) == columns > 0
     assert "w" not in plain and plain.count("p") == beside.count("p")
+
+
+def test_what_is_reduced_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row module's output, and the gradient of a column module's input, are nobody else's."""
+    reduced: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda total, **_: reduced.append(total.data_ptr()))
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    x_BSH = torch.randn(1, 8, 16, requires_grad=True)
+    products: list[torch.Tensor] = []
+
+    def column(copied: torch.Tensor) -> torch.Tensor:
+        copied.register_hook(products.append)
+        return copied * 2
+
+    partial_BSH = column(tensor.copy_to_tp(x_BSH, None))  # pyright: ignore[reportArgumentType]
+    products.append(partial_BSH)
+    tensor.reduce_from_tp(partial_BSH, None).square().sum().backward()  # pyright: ignore[reportArgumentType]
+    assert reduced == [product.data_ptr() for product in products]
+    assert len(reduced) == 2

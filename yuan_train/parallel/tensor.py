@@ -72,7 +72,7 @@ class _CopyToTP(torch.autograd.Function):
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _all_reduce(x, group)
+        return _all_reduce(x, group).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -82,8 +82,8 @@ class _ReduceFromTP(torch.autograd.Function):
 def _all_reduce(
     part: torch.Tensor, group: dist.ProcessGroup, meanwhile: Callable[[], None] | None = None
 ) -> torch.Tensor:
-    # Not in place: autograd may share a gradient.
-    total = part.contiguous().clone()
+    # In place: what comes is nobody else's, a product or the sum of what its readers gave back.
+    total = part.contiguous()
     blaming = partial(
         blame_peers, "an all-reduce of the tensor-parallel group", dist.get_process_group_ranks(group)
     )
