@@ -108,7 +108,15 @@ def test_a_cluster_file_may_call_a_card_as_torch_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "printed"),
-    [("RTX-4090", 24), ("RTX-3090", 24), ("A100-80G", 80), ("H100-80G", 80), ("T4", 16), ("RTX-5090", 32)],
+    [
+        ("RTX-4090", 24),
+        ("RTX-3090", 24),
+        ("RTX-5090", 32),
+        ("A100-40G", 40),
+        ("A100-80G", 80),
+        ("H100-80G", 80),
+    ]
+    + [("T4", 16), ("P100", 16), ("V100-16G", 16), ("V100-32G", 32), ("L40S", 48), ("A10", 24)],
 )
 def test_memory_is_what_torch_reports(name: str, printed: int) -> None:
     """Less than what is printed on the card, in GiB, by 0.5 to 10 %."""

@@ -140,6 +140,18 @@ def test_a_simulated_card_is_a_processor(monkeypatch: pytest.MonkeyPatch) -> Non
     assert choose_planned("auto", ranks, Position(), lambda name: replace(slow, slowdown=None)).is_card
 
 
+def test_a_planned_card_that_torch_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a card does not train on its processor without a word."""
+    monkeypatch.setattr(job_module, "choose_device", partial(choose_device, cards=list))
+    ranks = [RankPlan(rank=0, device="box/0", type="RTX-4090")]
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match="no card|finds none"):
+            choose_planned(wanted, ranks, Position(), CATALOGUE.get)
+    assert not choose_planned("cpu", ranks, Position(), CATALOGUE.get).is_card
+    unknown = [replace(ranks[0], type="unknown")]
+    assert not choose_planned("auto", unknown, Position(), CATALOGUE.get).is_card
+
+
 def test_the_types_of_a_machines_processes() -> None:
     """By the plan's nodes where they are the machines, or as torchrun numbers the ranks."""
     names = ["a/0", "b/0", "a/1"]

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 
 from yuan_train.config.cluster import Cluster, DedicatedLink, Link, NodeGroup
 from yuan_train.config.devices import Backend
+from yuan_train.parallel.device import CPU
+from yuan_train.profile import links
 from yuan_train.profile.links import (
     LinkEnd,
     LinkFigures,
@@ -16,6 +19,7 @@ from yuan_train.profile.links import (
     Pair,
     link_ends,
     measure_classes,
+    measure_links,
 )
 
 FAST, SLOW = Link(bandwidth=25e9), Link(bandwidth=1e9)
@@ -105,3 +109,17 @@ def test_unlike_cards_in_a_node_are_not_alike() -> None:
     # One pair of each type, and two of the four between the types.
     assert len(asked) == 4
     assert [found.figures[1, 2].there, found.figures[1, 2].back] == [(2.0,), (3.0,)]
+
+
+def test_a_profile_names_the_links_that_stand_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = ends_of(big_cluster())[:8]
+    monkeypatch.setattr(links, "make_pair", lambda *_, **__: None)
+    monkeypatch.setattr(links, "_measure", lambda *_: (1.0,))
+    monkeypatch.setattr(links, "compute_seconds_per_byte", lambda *_, **__: 0.0)
+    monkeypatch.setattr(dist, "get_rank", lambda: -1)
+    found = {
+        all_pairs: measure_links(ends, device=CPU, sizes=(1,), all_pairs=all_pairs)
+        for all_pairs in (False, True)
+    }
+    assert [sum(link.like is not None for link in every) for every in found.values()] == [52, 0]
+    assert {link.like for link in found[False]} - {None} == {("a-0/0 - a-0/1", "a-0/0 - a-0/7")}
