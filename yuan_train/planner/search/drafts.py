@@ -61,8 +61,8 @@ NUM_JUDGED, NEAR = 20, 1.004
 NUM_JUDGED_BESIDE = 5
 """The same of those with something on hosts, of which `cost_plan` places copy after copy."""
 FIRST_SEED = 300
-"""Of the random numbers of the searches, which count on from it. Taken of three that were tried: single plans
-of 30 cards differ by 1 %, rarely by 5 %, of the step between them."""
+"""Of the random numbers of the searches, which count on from it. Between three that were
+tried steps differ by 4 % in the mean of ten clusters that were hard to search, by 10.5 % at most."""
 VIRTUAL = 1 << NAMES.index("interleaved_1f1b")
 ANY = 2**64 - 1
 """The set of all counts."""
