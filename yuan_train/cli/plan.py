@@ -99,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.profile import read_profiles
     from yuan_train.config.rl import is_rl_run
 
-    if arguments.config and is_rl_run(arguments.config):
+    is_rl = bool(arguments.config) and is_rl_run(arguments.config)
+    _check_report(arguments.report, pictures=not is_rl)
+    if is_rl:
         return plan_roles(arguments)
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
@@ -128,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         page = (
             plan_picture(result, problem)
-            if arguments.report.endswith(".svg")
+            if arguments.report.lower().endswith(".svg")
             else plan_html(result, problem, reasons=reasons, answer=_answer_lines(answer, arguments))
         )
         write_text(arguments.report, page)
@@ -147,6 +149,16 @@ def run(arguments: argparse.Namespace) -> int:
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def _check_report(path: str | None, *, pictures: bool) -> None:
+    """Raise ConfigError for a report's name that ends in a format that is not written."""
+    from yuan_train.config.errors import ConfigError
+
+    endings = (".html", ".htm", *((".svg",) if pictures else ()))
+    if path and not path.lower().endswith(endings):
+        picture = ", or in .svg for a picture" if pictures else " (reinforcement learning has no picture)"
+        raise ConfigError(f"--report: {path}; wanted a name that ends in .html for a page{picture}")
 
 
 def _print_json(

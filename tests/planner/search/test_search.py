@@ -364,6 +364,17 @@ def test_cards_without_bf16_are_left_out_and_named():
     assert "1 Old (old/0): no bf16 units; set train.precision: fp16" in plan_table(result, problem(MIXED))
 
 
+def test_why_cards_are_left_out():
+    """One that a single pipeline could take gains nothing; two pipelines cannot share the odd one."""
+    slow = find(problem(cluster(Fast=(2, card(speed=100.0)), Slow=(1, card(speed=0.01)))))
+    assert [(item.card.name, item.reason) for item in slow.left_out] == [
+        ("slow/0", "the fastest plan found does not use it")
+    ]
+    odd = find(problem(cluster(Fast=(3, card()))), pipelines=(2,), engine="megatron")
+    (item,) = odd.left_out
+    assert item.reason == "the Fasts do not divide into 2 equal pipelines"
+
+
 def test_fp16_uses_cards_without_bf16():
     result = find(problem(MIXED, precision="fp16"), use_all_devices=True)
     assert "Old" in {entry.type for entry in result.best.plan.ranks} and not result.left_out

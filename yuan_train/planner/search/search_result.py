@@ -86,26 +86,21 @@ def with_forecast(costs: Costs, candidate: Candidate, lower_bound_seconds: float
 def idle_cards(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
     """The cards that the best plan does not use, and why."""
     used = {entry.device for entry in best.plan.ranks}
-    assigned = best.shape.cards
-    result: list[LeftOut] = []
-    for card in cards:
-        if card.name in used:
-            continue
-        reason = (
-            "the fastest plan found does not use it"
-            if card in assigned
-            else f"the {card.type}s do not divide into {_groups_of(best, card)}"
-            f"{best.shape.num_pipelines} equal pipelines"
-        )
-        result.append(LeftOut(card=card, reason=reason))
-    return result
+    idle = [card for card in cards if card.name not in used]
+    reasons = {name: _why_idle(name, cards, idle, best) for name in {card.type for card in idle}}
+    return [LeftOut(card=card, reason=reasons[card.type]) for card in idle]
 
 
-def _groups_of(best: Candidate, card: Card) -> str:
-    """Words for the groups that a type's cards form in the shape of a plan; none for single cards."""
-    slots = (slot for slot in best.shape.slots if slot[0][0][0].type == card.type)
-    width = max((len(slot[0][0]) for slot in slots), default=1)
-    return f"groups of {width} within their nodes, in " if width > 1 else ""
+def _why_idle(name: str, cards: Sequence[Card], idle: Sequence[Card], best: Candidate) -> str:
+    """Why some cards of a type are left: a remainder of the division, or no gain."""
+    count = len(best.plan.pipelines)
+    replicas = (stage.replicas[0] for stage in best.cost.stages if stage.card.type == name)
+    width = max(map(len, replicas), default=1)
+    number, left = (sum(card.type == name for card in some) for some in (cards, idle))
+    if left > number % (width * count):
+        return "the fastest plan found does not use it"
+    groups = f"groups of {width} within their nodes, in " if width > 1 else ""
+    return f"the {name}s do not divide into {groups}{count} equal pipelines"
 
 
 def notes_of(costs: Costs, cost: PlanCost) -> tuple[str, ...]:
