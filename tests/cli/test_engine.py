@@ -19,7 +19,6 @@ def test_what_the_restriction_costs() -> None:
     assert EnginePrice(1.0, 1.0).words().startswith("search.engine=[megatron] costs nothing; both")
     price = EnginePrice(1.25, 1.0)
     assert "costs 25.0% of the step (1 s without it)" in price.words()
-    assert price.as_json() == {"step_seconds": 1.25, "free_step_seconds": 1.0}
 
 
 def test_the_rank_that_logs_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ SLIPS: list[tuple[str, str, str, list[str]]] = [
         "RTX-5091",
         ["unknown card 'RTX-5091'; did you mean RTX-5090?", "device_types"],
     ),
-    ("cluster.yaml", "RTX-4090", "A6001", ["unknown card 'A6001'", "known: ", "device_types"]),
+    ("cluster.yaml", "RTX-4090", "A6001", ["unknown card 'A6001'", "known are ", "device_types"]),
     (
         "cluster.yaml",
         "10 Gb/s",
@@ -222,7 +222,7 @@ WORDS: list[tuple[str, list[str]]] = [
     ("inspect weights.gguf", ["weights.gguf: cannot be read: it is no text (byte 1 is not UTF-8)"]),
     ("trace saved --out t.json --step 3", ["--step is the step to draw", "--draw F.svg"]),
     (f"{PLAN} train.steps=ten", ["command line 'train.steps=ten'", 'wanted an integer, got "ten"']),
-    (f"{PLAN} --report plan.pdf", ["--report: plan.pdf", "wanted a name that ends in .html for a page"]),
+    (f"{PLAN} --report plan.pdf", ["--report: plan.pdf", "wanted a name that ends in .html"]),
     (f"{PLAN} data.split=[0.5,0.6]", ["data.split: wanted two shares above 0 that sum to at most 1"]),
     (f"{PLAN} search.time_limit=soon", ["search.time_limit: wanted a number with a unit", "got 'soon'"]),
     ("plan --cluster cluster.yaml --model qwen3-0.5b", ["qwen3-0.5b", "did you mean qwen3-0.6b?"]),

@@ -87,17 +87,17 @@ def test_own_card_wins_over_the_catalogue(tmp_path: Path) -> None:
         (
             "device: A100-80G",
             "device: A100-80",
-            "cluster.yaml:5: nodes[0].device: unknown card 'A100-80'; did you mean A100-80G? (known: ",
+            "cluster.yaml:5: nodes[0].device: unknown card 'A100-80'; did you mean A100-80G? known are ",
         ),
         (
             "device: A100-80G",
             "device: '?'",
-            "cluster.yaml:5: nodes[0].device: unknown card '?'; (known: MyCard, P100",
+            "cluster.yaml:5: nodes[0].device: unknown card '?'; known are MyCard, P100",
         ),
         (
             "device: A100-80G",
             "device: H100",
-            "unknown card 'H100'; did you mean H100-80G, H100-PCIe or H100-NVL? (known: ",
+            "unknown card 'H100'; did you mean H100-80G, H100-PCIe or H100-NVL? known are ",
         ),
         (
             "device: A100-80G",

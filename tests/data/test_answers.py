@@ -166,7 +166,7 @@ def test_the_order_of_pairs(tmp_path: Path) -> None:
     [
         ("[1]", r"pairs.jsonl:1: list; wanted a JSON object"),
         ("{", r"pairs.jsonl:1: not JSON"),
-        ({"prompt": "a", "chosen": "b"}, "rejected is NoneType; wanted text"),
+        ({"prompt": "a", "chosen": "b"}, "no key 'rejected'; wanted text"),
         ({"prompt": "a" * 70, "chosen": "b", "rejected": "c"}, r"lines 1 \(73 tokens\); raise it"),
         ({"prompt_ids": [1], "chosen_ids": [260], "rejected_ids": [1]}, "beyond the model's vocabulary"),
         ({"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [1]}, "an empty chosen"),

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--out", metavar="F", help="file to write the plan to; without it, only print")
     parser.add_argument(
-        "--report", metavar="F.html", help="also write a page with timeline and memory bars; F.svg: a picture"
+        "--report",
+        type=_report,
+        metavar="F.html",
+        help="also write a page with timeline and memory bars; F.svg: a picture",
     )
     parser.add_argument(
         "--emit",
@@ -99,16 +102,16 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.config.profile import read_profiles
     from yuan_train.config.rl import is_rl_run
 
-    is_rl = bool(arguments.config) and is_rl_run(arguments.config)
-    _check_report(arguments.report, pictures=not is_rl)
-    if is_rl:
+    if arguments.config and is_rl_run(arguments.config):
         return plan_roles(arguments)
     run_config = read_run_config(arguments.config, arguments.model, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile, cluster)
 
+    from yuan_train.planner.report.answer import answer_values
     from yuan_train.planner.report.page import plan_html, plan_picture
     from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
+    from yuan_train.planner.report.terminal import plan_json
     from yuan_train.planner.search.what_if import explain_plan
     from yuan_train.report.progress import working
 
@@ -138,11 +141,12 @@ def run(arguments: argparse.Namespace) -> int:
         save_plan(arguments.out, result.best.plan)
     if arguments.json:
         values = {
-            "engine_price": price.as_json() if price else None,
+            "engine_price": asdict(price) if price else None,
             "rent": rent_values(rent) if rent else None,
             "explanation": change_values(changes) if changes else None,
         }
-        _print_json(result, answer, arguments, {k: v for k, v in values.items() if v is not None})
+        found = plan_json(result, path=arguments.out) | {"answer": answer_values(answer)}
+        print(json.dumps(found | {key: value for key, value in values.items() if value is not None}))
         return 0
     _print_plan(result, problem, answer, arguments, reasons)
     for path in (arguments.out, arguments.report):
@@ -151,24 +155,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_report(path: str | None, *, pictures: bool) -> None:
-    """Raise ConfigError for a report's name that ends in a format that is not written."""
-    from yuan_train.config.errors import ConfigError
-
-    endings = (".html", ".htm", *((".svg",) if pictures else ()))
-    if path and not path.lower().endswith(endings):
-        picture = ", or in .svg for a picture" if pictures else " (reinforcement learning has no picture)"
-        raise ConfigError(f"--report: {path}; wanted a name that ends in .html for a page{picture}")
-
-
-def _print_json(
-    result: SearchResult, answer: Answer, arguments: argparse.Namespace, more: Mapping[str, object]
-) -> None:
-    from yuan_train.planner.report.answer import answer_values
-    from yuan_train.planner.report.terminal import plan_json
-
-    values = plan_json(result, path=arguments.out) | {"answer": answer_values(answer)}
-    print(json.dumps(values | dict(more)))
+def _report(path: str) -> str:
+    if not path.lower().endswith((".html", ".htm", ".svg")):
+        raise argparse.ArgumentTypeError(
+            f"{path}; wanted a name that ends in .html (a page) or .svg (a picture)"
+        )
+    return path
 
 
 def _print_plan(
@@ -246,7 +238,9 @@ def _find_plan(
 
     copied = run_config.copied_bytes
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
-    if search.objective != "step_time" or (arguments.explain and _has_prices(problem.cluster)):
+    cluster = problem.cluster
+    has_prices = all(cluster.node_price(group) is not None for group in cluster.nodes)
+    if search.objective != "step_time" or (arguments.explain and has_prices):
         if arguments.largest:
             raise ConfigError(
                 f"--largest: search.objective: {search.objective} and --explain choose among parts of the "
@@ -280,11 +274,6 @@ def problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None)
     )
 
 
-def _has_prices(cluster: Cluster) -> bool:
-    """Whether every card has a price."""
-    return all(cluster.node_price(group) is not None for group in cluster.nodes)
-
-
 @dataclass(frozen=True)
 class EnginePrice:
     """What it costs to plan for megatron-core alone: the forecast steps of its best plan and of ours."""
@@ -300,10 +289,6 @@ class EnginePrice:
         free = show_seconds(self.free_step_seconds)
         cost = "nothing" if more < 5e-4 else f"{more:.1%} of the step ({free} without it)"
         return f"search.engine=[megatron] costs {cost}; both forecasts are of our engine"
-
-    def as_json(self) -> dict[str, float]:
-        """As plain values."""
-        return {"step_seconds": self.step_seconds, "free_step_seconds": self.free_step_seconds}
 
 
 def _largest_words(largest: Largest) -> str:
@@ -411,6 +396,8 @@ def plan_roles(arguments: argparse.Namespace) -> int:
     for option in ("model", "emit", "largest"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option}: not with a run of reinforcement learning; leave it out")
+    if (arguments.report or "").lower().endswith(".svg"):
+        raise ConfigError("--report: a picture, which a run of reinforcement learning has not; wanted F.html")
     run = load_rl(arguments.config, tuple(arguments.overrides))
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile, cluster)

@@ -225,7 +225,7 @@ def unknown_card(name: str, own: Mapping[str, DeviceType]) -> str:
     meant = suggest_cards(name, own)
     hint = f"did you mean {meant}? " if meant else ""
     return (
-        f"unknown card {name!r}; {hint}(known: {', '.join([*own, *CATALOGUE])}); or describe it under "
+        f"unknown card {name!r}; {hint}known are {', '.join([*own, *CATALOGUE])}; or describe it under "
         "device_types: {" + name + ": {memory: 24 GiB, bf16: 71 TFLOP/s, fp16: 71 TFLOP/s, "
         "fp32: 36 TFLOP/s, memory_bandwidth: 936 GB/s, host_link: 25 GB/s}}, with its own figures"
     )

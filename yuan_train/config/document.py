@@ -106,12 +106,24 @@ def is_list(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
-def read_document(path: str | Path) -> Document:
-    """Read a YAML (or JSON) file. Raises ConfigError if it is missing, not YAML, or has a duplicate key."""
+FILES = {
+    "Cluster": ("nodes", "a cluster file (yuan-train discover or init cluster writes one)"),
+    "Plan": ("pipelines", "a plan (yuan-train plan writes one)"),
+    "Profile": ("entries", "a profile (yuan-train profile writes one)"),
+    "RLConfig": ("algorithm", "a run file of reinforcement learning (yuan-train init grpo writes one)"),
+    "RunConfig": ("train", "a run file (yuan-train init pretrain writes one)"),
+}
+"""Of each kind of file a key that it has, and what it is. The first that is there says what a file is."""
+
+
+def read_document(path: str | Path, kind: str | None = None) -> Document:
+    """Read a YAML (or JSON) file, wanted to be of a `kind` of FILES. Raises ConfigError if it is missing, not
+    YAML, or has a duplicate key."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        wanted = f"; wanted {FILES[kind][1]}" if kind else ""
+        raise ConfigError(f"{path}: no such file{wanted}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {why_unread(error)}") from None
     return parse_document(text, name=str(path))
@@ -352,7 +364,4 @@ def locate_cluster(name: str | Path) -> Path:
 def _wanted(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return (
-        f"{hint}wanted a cluster file (yuan-train discover or init cluster writes one), or a name of "
-        f"configs/cluster (has: {', '.join(known)})"
-    )
+    return f"{hint}wanted {FILES['Cluster'][1]}, or a name of configs/cluster (has: {', '.join(known)})"

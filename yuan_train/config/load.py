@@ -21,7 +21,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
-from yuan_train.config.document import Document, Keys, describe, is_list, is_mapping, parse_scalar
+from yuan_train.config.document import FILES, Document, Keys, describe, is_list, is_mapping, parse_scalar
 from yuan_train.config.errors import ConfigError, Violation, YuanError
 from yuan_train.config.units import Unit, format_quantity
 
@@ -103,14 +103,6 @@ def build(
     return value
 
 
-_FILES = {
-    "Cluster": ("nodes", "a cluster file (yuan-train discover or init cluster writes one)"),
-    "Plan": ("pipelines", "a plan (yuan-train plan writes one)"),
-    "Profile": ("entries", "a profile (yuan-train profile writes one)"),
-    "RLConfig": ("algorithm", "a run file of reinforcement learning (yuan-train init grpo writes one)"),
-    "RunConfig": ("train", "a run file (yuan-train init pretrain writes one)"),
-}
-"""Of each kind of file a key that it has, and what it is. The first that is there says what a file is."""
 _OTHERS = {
     "lr": "learning_rate",
     "batch_size": "global_batch_size",
@@ -128,11 +120,11 @@ _OTHERS = {
 
 def _other_file(value: Any, kind: type[Any]) -> str | None:
     """What a file with the keys of another kind is, and what was wanted; None if it may be of this kind."""
-    own, wanted = _FILES.get(kind.__name__, ("", ""))
+    own, wanted = FILES.get(kind.__name__, ("", ""))
     if not own or not isinstance(value, dict) or own in value:
         return None
     known = field_names(kind, ())
-    found = [what for key, what in _FILES.values() if key in value and key not in known]
+    found = [what for key, what in FILES.values() if key in value and key not in known]
     return f"{found[0].partition(' (')[0]}; wanted {wanted}" if found else None
 
 

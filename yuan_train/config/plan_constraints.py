@@ -363,7 +363,7 @@ _KEPT = re.compile(r"plan(?:\.step-(\d+)(?:\.(\d+))?)?\.yaml")
 def load_plan(path: str | Path) -> Plan:
     """Read a plan. Raises PlanError with every violated constraint."""
     try:
-        document = read_document(path)
+        document = read_document(path, "Plan")
     except ConfigError as error:
         raise PlanError(str(error)) from None
     return build(document, Plan, validate=validate_plan, error=PlanError)

@@ -279,7 +279,7 @@ def _generation_violations(profile: Profile) -> Iterator[Violation]:
 
 def load_profile(path: str | Path) -> Profile:
     """Read a profile (JSON). Raises ConfigError with every violation."""
-    return build(read_document(path), Profile, validate=validate_profile)
+    return build(read_document(path, "Profile"), Profile, validate=validate_profile)
 
 
 L = TypeVar("L", LinkProfile, NodeLinkProfile)

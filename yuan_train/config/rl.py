@@ -624,12 +624,12 @@ def _faults(function: RewardFunction) -> Iterator[str]:
 
 def is_rl_run(path: str | Path) -> bool:
     """Whether a file is the run file of reinforcement learning. Raises ConfigError if it cannot be read."""
-    return is_rl_document(read_document(path))
+    return is_rl_document(read_document(path, "RunConfig"))
 
 
 def load_rl(path: str | Path, overrides: tuple[str, ...] = ()) -> RLConfig:
     """Read a run file and the model that it names. Raises ConfigError with every violation."""
-    document = read_document(path)
+    document = read_document(path, "RunConfig")
     if not is_rl_document(document):
         raise ConfigError(
             f"{path}: no run of reinforcement learning, which has the key `algorithm`: `yuan-train train`"

@@ -358,7 +358,7 @@ def names_rl_plan(path: str | Path) -> bool:
 
 def _read(path: str | Path) -> Document:
     try:
-        return read_document(path)
+        return read_document(path, "Plan")
     except ConfigError as error:
         raise PlanError(str(error)) from None
 

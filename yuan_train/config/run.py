@@ -731,7 +731,7 @@ def _disk_constraints(run: RunConfig) -> Iterator[Violation]:
 
 def load_run(path: str | Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     """Read a run file and the model that it names. Raises ConfigError with every violation."""
-    document = read_document(path)
+    document = read_document(path, "RunConfig")
     if is_rl_document(document):
         raise ConfigError(f"{path}: a run of reinforcement learning (it has `algorithm`): `yuan-train rl`")
     return build(with_overrides(document, overrides), RunConfig, validate=validate_run)

@@ -185,7 +185,8 @@ def _chat(record: dict[str, Any], side: str, tokenizer: Tokenizer, where: str) -
 def _text(record: dict[str, Any], key: str, where: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {key} is {type(value).__name__}; wanted text")
+        what = f"{key} is {type(value).__name__}" if key in record else f"no key {key!r}"
+        raise DataError(f"{where}: {what}; wanted text")
     return value
 
 

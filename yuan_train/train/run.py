@@ -146,8 +146,9 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
         ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
     )
     trained = "" if run.model.lora is None else f" ({sum(run.model.trained_unit_parameters):,} trained)"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     log.say(
-        f"{run.model.name}: {run.model.parameters:,} parameters{trained}, {plan.world_size} ranks, "
+        f"{run.model.name}: {run.model.parameters:,} parameters{trained}, {ranks}, "
         f"layers per stage {layers}, {run.train.precision} on {job.device.torch.type}"
     )
     if (unlike := unlike_owners(plan)) is not None:
