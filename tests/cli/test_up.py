@@ -66,7 +66,7 @@ def test_the_commands_from_a_model_file_and_text(here: Path, capsys: pytest.Capt
     reach = ["--hosts", "a,me@b", "--ssh", "my ssh"]
     assert lines[0][2:] == [*reach, "--out", "up/cluster.yaml"]
     texts = [f"texts/{i}.txt" for i in range(3)]
-    assert lines[1][2:] == ["--input", *texts, "--vocab-size", "512", "--out", "up/tokenizer"]
+    assert lines[1][2:] == ["--input", *texts, "--vocab-size", "512", "--or-fewer", "--out", "up/tokenizer"]
     assert lines[2][2:] == ["--input", *texts, "--tokenizer", "up/tokenizer", "--out", "up/data"]
     files = ["--cluster", "up/cluster.yaml", "--config", "up/run.yaml"]
     assert lines[3][2:] == [*files, "--out", "up/profile.json", *reach, "--copy", "train.seed=3"]

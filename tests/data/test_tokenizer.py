@@ -33,6 +33,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
+def test_a_text_that_gives_fewer_pieces(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="more than this text gives; choose at most"):
+        train_tokenizer([SOURCE], 100_000, tmp_path)
+    found = train_tokenizer([SOURCE], 100_000, tmp_path, or_fewer=True)
+    assert 1_000 < found.vocab_size == Tokenizer.load(tmp_path).vocab_size < 100_000
+    assert found.documents == 1 and found.training_bytes <= SOURCE.stat().st_size
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_decoding_restores_the_text(trained: Tokenizer, text: str) -> None:
     assert trained.decode(trained.encode(text)) == text

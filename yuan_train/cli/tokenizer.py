@@ -13,16 +13,12 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="train a sentencepiece model",
         description="Trains a byte-pair tokenizer with byte fallback and writes DIR/tokenizer.model.",
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text files; a .jsonl file holds one document per line",
-    )
+    text = "text files; a .jsonl file holds one document per line"
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=text)
     parser.add_argument(
         "--vocab-size", type=int, required=True, metavar="N", help="pieces, special ones included"
     )
+    parser.add_argument("--or-fewer", action="store_true", help="or as many as the text gives, if fewer")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
@@ -34,7 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     from yuan_train.data.tokenizer import train_tokenizer
 
     trained = train_tokenizer(
-        arguments.input, arguments.vocab_size, arguments.out, text_key=arguments.text_key
+        arguments.input,
+        arguments.vocab_size,
+        arguments.out,
+        text_key=arguments.text_key,
+        or_fewer=arguments.or_fewer,
     )
     if trained.undecodable:
         print(f"skipped {trained.undecodable} files that are not UTF-8", file=sys.stderr)

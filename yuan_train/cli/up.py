@@ -121,7 +121,7 @@ def _files_first(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator
     if aim.vocabulary is not None:
         words = ["tokenizer", "--input", *aim.texts, "--vocab-size", str(aim.vocabulary)]
         yield UpStep(
-            words=[*words, "--out", str(aim.tokenizer)],
+            words=[*words, "--or-fewer", "--out", str(aim.tokenizer)],
             reads=aim.texts,
             makes=(f"{aim.tokenizer}/tokenizer.model",),
         )

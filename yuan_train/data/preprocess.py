@@ -108,13 +108,7 @@ def preprocess(
     check_inputs(inputs)
     loaded = Tokenizer.load(tokenizer)
     dtype = token_dtype(loaded.vocab_size)
-    encoder = _Encoder(
-        tokenizer=str(loaded.path),
-        digest=loaded.digest,
-        text_key=text_key,
-        convention=convention,
-        messages_key=messages_key,
-    )
+    encoder = _Encoder(str(loaded.path), loaded.digest, text_key, convention, messages_key)
     items = read_items(inputs, text_key=text_key, convention=convention)
     empty, text_bytes, answer_tokens = 0, 0, 0
     undecodable: list[str] = []

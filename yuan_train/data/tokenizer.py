@@ -79,29 +79,36 @@ def train_tokenizer(
     *,
     text_key: str = "text",
     max_bytes: int = TRAINING_BYTES,
+    or_fewer: bool = False,
 ) -> TrainedTokenizer:
     """Trains on the documents of `inputs` and writes `OUT_DIR/tokenizer.model` atomically.
 
     Of inputs larger than `max_bytes` a fixed share of the lines is used, evenly spread. The same inputs give
-    the same bytes. Raises DataError for unreadable inputs and for a vocabulary size that the text does not
-    allow.
+    the same bytes. Where the text gives fewer than `vocab_size` pieces, these are taken if `or_fewer`. Raises
+    DataError for unreadable inputs and for a vocabulary size that the text does not allow.
     """
     check_inputs(inputs)
     path = Path(out_dir) / MODEL_NAME
     if Path(out_dir).exists() and not Path(out_dir).is_dir():
         raise DataError(f"{out_dir}: is a file; wanted a folder for {MODEL_NAME}")
     sample = _LineSample(inputs, text_key=text_key, max_bytes=max_bytes)
-    model = _train(sample.lines(), vocab_size)
+    try:
+        model = _train(sample.lines(), vocab_size)
+    except _TooMany as error:
+        if not or_fewer:
+            raise
+        vocab_size, sample = error.most, _LineSample(inputs, text_key=text_key, max_bytes=max_bytes)
+        model = _train(sample.lines(), vocab_size)
     if not sample.training_bytes:
         raise DataError(f"{', '.join(map(str, inputs))}: no text to train a tokenizer on")
     _write_atomically(path, model)
-    return TrainedTokenizer(
-        path=str(path),
-        vocab_size=vocab_size,
-        documents=sample.documents,
-        undecodable=sample.undecodable,
-        training_bytes=sample.training_bytes,
-    )
+    counts = sample.documents, sample.undecodable, sample.training_bytes
+    return TrainedTokenizer(str(path), vocab_size, *counts)
+
+
+class _TooMany(DataError):
+    most: int
+    """The pieces that a text gives."""
 
 
 class _LineSample:
@@ -185,9 +192,11 @@ def _keep_error(lines: Iterator[str], failure: list[Exception]) -> Iterator[str]
 
 def _training_refused(message: str, vocab_size: int) -> DataError:
     if found := re.search(r"too high .*<= (\d+)", message):
-        return DataError(
+        error = _TooMany(
             f"--vocab-size: {vocab_size} is more than this text gives; choose at most {found[1]}, or add text"
         )
+        error.most = int(found[1])
+        return error
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return DataError(
             f"--vocab-size: {vocab_size} is too small for bytes, characters and special symbols; "
