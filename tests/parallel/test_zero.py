@@ -22,7 +22,7 @@ from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import Piece, Slice
 from yuan_train.parallel.optimizer_shards import owner_ranges
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.zero import OwnedState
+from yuan_train.parallel.zero import EngineOptions, OwnedState
 
 
 def runtimes_of(plan: Plan) -> list[RankRuntime]:
@@ -38,9 +38,8 @@ def runtimes_of(plan: Plan) -> list[RankRuntime]:
         )
 
     parts = ModelParts(build, partial(initial_rows, plan.model, seed=1), *sharding_of(plan.model))
-    return [
-        parallelize(plan, rank, parts, device=CPU, dtype=torch.float64) for rank in range(plan.world_size)
-    ]
+    options = EngineOptions(torch.float64)
+    return [parallelize(plan, rank, parts, device=CPU, options=options) for rank in range(plan.world_size)]
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from yuan_train.parallel.transfer import (
     plan_holdings,
     transfer_table,
 )
+from yuan_train.parallel.zero import EngineOptions
 from yuan_train.train.build import DTYPES
 from yuan_train.train.job import Position, choose_device
 
@@ -107,7 +108,8 @@ def _memory_rank(rank: int, plan: Plan, port: int, kind: str, results: Any) -> N
     as_rank(rank, plan.world_size, port)
     device = choose_device(kind, Position(rank, plan.world_size, rank, plan.world_size))
     init_distributed(device=device, timeout_seconds=300)
-    runtime = parallelize(plan, rank, make_parts(plan.model), device=device, dtype=torch.float32)
+    options = EngineOptions(torch.float32)
+    runtime = parallelize(plan, rank, make_parts(plan.model), device=device, options=options)
     works = {
         s: RandomTokens(cast(Transformer, part), plan.sequence_length, device)
         for s, part in runtime.parts.items()
@@ -209,7 +211,7 @@ class WholeModel:
         parts = make_parts(run.model, compile=compile, recompute=recompute, dtype=DTYPES[precision])
         self.device = choose_device(device, Position())
         plan = single_card_plan(run)
-        runtime = parallelize(plan, 0, parts, device=self.device, dtype=DTYPES[precision])
+        runtime = parallelize(plan, 0, parts, device=self.device, options=EngineOptions(DTYPES[precision]))
         self.model = cast(Transformer, runtime.parts[0])
         shape = (1, run.data.sequence_length)
         self.tokens_BS = torch.randint(run.model.vocab_size, shape, device=self.device.torch)

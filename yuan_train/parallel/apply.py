@@ -23,7 +23,6 @@ from torch import Tensor
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan, divides_experts, expert_ranges
-from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.device import Device
@@ -41,7 +40,7 @@ from yuan_train.parallel.tensor import (
 )
 from yuan_train.parallel.tiers.parameters import StagePages, page_slab, stage_pages
 from yuan_train.parallel.tiers.slab import HostSlab
-from yuan_train.parallel.zero import PLAIN, FrozenState, OwnedState, TierOptions, make_states
+from yuan_train.parallel.zero import EngineOptions, FrozenState, OwnedState, make_states
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
@@ -108,71 +107,38 @@ class RankRuntime:
 
 
 def parallelize(
-    plan: Plan,
-    rank: int,
-    parts: ModelParts,
-    *,
-    device: Device,
-    dtype: torch.dtype,
-    timeout_seconds: float = 600.0,
-    startup_timeout_seconds: float | None = None,
-    bucket_size: int = BUCKET_SIZE,
-    reduce_dtype: torch.dtype | None = None,
-    tiers: TierOptions = PLAIN,
-    trained: bool = True,
+    plan: Plan, rank: int, parts: ModelParts, *, device: Device, options: EngineOptions
 ) -> RankRuntime:
     """Build this rank's parts of the model, move their weights into flat buckets, create its process groups.
 
-    `dtype` is that of the messages between stages; `timeout_seconds` is how long a rank waits for another,
-    `startup_timeout_seconds` (None: the same) how long in the first use of a link or a group. Gradients are
-    reduced in buckets of at most `bucket_size` parameters, in `reduce_dtype` (None: as they are accumulated).
-    `tiers` are the run's options for state that is not on the card. Not `trained`: the parts only run
-    forward, and have neither gradients nor optimizer state.
-
     Collective over all ranks. Raises TrainingError if a link or a group fails, PlanError for a schedule that
-    cannot run.
+    cannot run, HostMemoryError and DiskError if these have not enough room.
     """
-    grid = Grid(plan, bucket_size)
+    grid = Grid(plan, options.bucket_size)
     coord = grid.coords[rank]
+    first_use = options.startup_timeout_seconds
     groups = make_groups(
-        grid,
-        device=device,
-        timeout_seconds=timeout_seconds,
-        startup_timeout_seconds=startup_timeout_seconds,
+        grid, device=device, timeout_seconds=options.timeout_seconds, startup_timeout_seconds=first_use
     )
-    pipeline = grid.pipeline(coord)
     spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
     modules, shards = _build_parts(grid, coord, parts, spec, device.torch)
     deferred = _add_collectives(grid, coord, modules, spec, groups)
     added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
-    # A rank may hold none of a layer's experts: their weights are empty.
-    parameters = {
-        stage: {name: p for name, p in module.named_parameters() if p.numel()}
-        for stage, module in modules.items()
-    }
-    all_parameters = {n: p for held in parameters.values() for n, p in held.items()}
-    slab = page_slab(all_parameters, shards, grid.paged_units, device)
-    base = {n: p for n, p in all_parameters.items() if not is_trained(plan.model, n)}
-    frozen = _flatten(grid, rank, base, shards, slab, trained=False)
-    for bucket in frozen:
-        bucket.freeze()
-    parameters = {s: {n: p for n, p in held.items() if n not in base} for s, held in parameters.items()}
-    adapted = {n: p for n, p in all_parameters.items() if n not in base}
-    buckets = _flatten(grid, rank, adapted, shards, slab, trained=trained)
-    buckets_of = _buckets_of(buckets)
-    states: tuple[OwnedState, ...] = ()
-    if trained:
-        stages = [
-            [pipeline.stages[s] for s, held in parameters.items() if bucket.parameters.keys() & held.keys()]
-            for bucket in buckets
-        ]
-        states = make_states(plan, buckets, groups, stages, reduce_dtype, tiers, device)
-        for module in modules.values():
-            _await_weights(module, states, buckets_of)
-    shape = (pipeline.micro_batch_size, plan.sequence_length, plan.model.hidden_size)
-    offloads = offloads_of({s: pipeline.stages[s] for s in coord.stages})
-    program, evaluation, bridge = _make_programs(grid, coord, groups, Boundary(shape, dtype, device.torch))
+    buckets, frozen = _flatten_parts(grid, rank, modules, shards, device, trained=options.trained)
+    states = _make_states(grid, coord, modules, buckets, groups, options, device) if options.trained else ()
+    boundary = Boundary(_hidden_shape(grid, coord), options.dtype, device.torch)
+    program, evaluation, bridge = _make_programs(grid, coord, groups, boundary)
     pages = stage_pages(grid, coord, (program, evaluation), buckets)
+    buckets_of = _buckets_of(buckets)
+    reducer = GradReducer(
+        program,
+        {s: {n: p for n, p in part.named_parameters() if n in buckets_of} for s, part in modules.items()},
+        buckets_of,
+        deferred=set().union(*added),
+        late=pages.keys(),
+        start=_start_reduction(grid, coord, buckets, states, spec, groups),
+    )
+    offloads = offloads_of({s: grid.pipeline(coord).stages[s] for s in coord.stages})
     return RankRuntime(
         grid=grid,
         coord=coord,
@@ -184,20 +150,19 @@ def parallelize(
         states=states,
         buckets=tuple(buckets),
         frozen=tuple(map(FrozenState, frozen)),
-        reducer=GradReducer(
-            program,
-            parameters,
-            buckets_of,
-            deferred=set().union(*added),
-            late=pages.keys(),
-            start=_start_reduction(grid, coord, buckets, states, spec, groups),
-        ),
+        reducer=reducer,
         groups=groups,
         bridge=bridge,
         offloads=offloads,
         copies=_copies_of(program, offloads, coord.pipeline) if offloads else None,
         pages=pages,
     )
+
+
+def _hidden_shape(grid: Grid, coord: RankCoord) -> tuple[int, int, int]:
+    """[B, S, H] of what the stages of a pipeline send each other."""
+    plan = grid.plan
+    return grid.pipeline(coord).micro_batch_size, plan.sequence_length, plan.model.hidden_size
 
 
 def _buckets_of(buckets: Sequence[FlatBucket]) -> dict[str, list[int]]:
@@ -435,6 +400,49 @@ def _entries(parameter: str) -> tuple[str, ...]:
 
 def _finish_weight_sync(state: OwnedState) -> Callable[..., None]:
     return lambda module, inputs: state.finish_weight_sync()
+
+
+def _flatten_parts(
+    grid: Grid,
+    rank: int,
+    modules: Mapping[int, torch.nn.Module],
+    shards: Mapping[str, Shard],
+    device: Device,
+    *,
+    trained: bool,
+) -> tuple[list[FlatBucket], list[FlatBucket]]:
+    """A rank's buckets of what is trained, and of what is frozen: all but adapters, if a model has some."""
+    # A rank may hold none of a layer's experts: their weights are empty.
+    held = {n: p for module in modules.values() for n, p in module.named_parameters() if p.numel()}
+    slab = page_slab(held, shards, grid.paged_units, device)
+    learning = {name for name in held if is_trained(grid.plan.model, name)}
+    base = {name: p for name, p in held.items() if name not in learning}
+    frozen = _flatten(grid, rank, base, shards, slab, trained=False)
+    for bucket in frozen:
+        bucket.freeze()
+    adapted = {name: p for name, p in held.items() if name in learning}
+    return _flatten(grid, rank, adapted, shards, slab, trained=trained), frozen
+
+
+def _make_states(
+    grid: Grid,
+    coord: RankCoord,
+    modules: Mapping[int, torch.nn.Module],
+    buckets: Sequence[FlatBucket],
+    groups: Groups,
+    options: EngineOptions,
+    device: Device,
+) -> tuple[OwnedState, ...]:
+    """The optimizer state of a rank's buckets; the forward of a unit waits for the weights it steps."""
+    names = {stage: {name for name, _ in module.named_parameters()} for stage, module in modules.items()}
+    own = grid.pipeline(coord).stages
+    stages = [
+        [own[s] for s, held in names.items() if not held.isdisjoint(bucket.parameters)] for bucket in buckets
+    ]
+    states = make_states(grid.plan, buckets, groups, stages, options, device)
+    for module in modules.values():
+        _await_weights(module, states, _buckets_of(buckets))
+    return states
 
 
 def _flatten(

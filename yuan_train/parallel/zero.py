@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 
 from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.config.units import DISK_STATES
 from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.gradients import FlatBucket, Piece, squared_norm, sum_of_squares
@@ -44,16 +45,22 @@ from yuan_train.parallel.transport import Pending
 
 
 @dataclass(frozen=True)
-class TierOptions:
-    """What a run, and not its plan, says about state that is not on the card."""
+class EngineOptions:
+    """What a run, and not its plan, says about how ranks compute together."""
 
+    dtype: torch.dtype
+    """Of the messages between stages."""
+    timeout_seconds: float = 600.0
+    """How long a rank waits for another, and for a request of the disk."""
+    startup_timeout_seconds: float | None = None
+    """How long in the first use of a link or a group; None: the same."""
+    bucket_size: int = BUCKET_SIZE
+    """Parameters whose gradients are reduced together, at most."""
+    reduce_dtype: torch.dtype | None = None
+    """Of gradients while they are reduced; None: as they are accumulated."""
     disk_directory: str | None = None
-    disk_timeout_seconds: float = 600.0
-    """How long the disk may take for one request."""
-
-
-PLAIN = TierOptions()
-"""Nothing is on a disk."""
+    trained: bool = True
+    """False: the parts only run forward, and have neither gradients nor optimizer state."""
 
 
 def make_states(
@@ -61,8 +68,7 @@ def make_states(
     buckets: Sequence[FlatBucket],
     groups: Groups,
     stages: Sequence[Sequence[StagePlan]],
-    reduce_dtype: torch.dtype | None,
-    options: TierOptions,
+    options: EngineOptions,
     device: Device,
 ) -> tuple[OwnedState, ...]:
     """The optimizer state of each bucket, which `stages` of this rank hold; one slab and one file for all but
@@ -92,7 +98,7 @@ def make_states(
             away=away,
             host=host,
             slab=slab if bucket.is_paged else None,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=options.reduce_dtype,
         )
         for bucket, away in zip(buckets, aways, strict=True)
     )
@@ -104,7 +110,7 @@ def _away(holding: Sequence[StagePlan]) -> Away:
     return Away(most.optimizer_offload, most.optimizer_disk)
 
 
-def _disk(num_bytes: int, bucket: FlatBucket, options: TierOptions, device: Device) -> DiskStore | None:
+def _disk(num_bytes: int, bucket: FlatBucket, options: EngineOptions, device: Device) -> DiskStore | None:
     if not num_bytes:
         return None
     assert options.disk_directory is not None, "the plan was not checked with its run"
@@ -114,7 +120,7 @@ def _disk(num_bytes: int, bucket: FlatBucket, options: TierOptions, device: Devi
         dtype=dtype,
         chunk=chunk_elements(num_bytes // (DISK_STATES * dtype.itemsize)),
         device=device,
-        timeout_seconds=options.disk_timeout_seconds,
+        timeout_seconds=options.timeout_seconds,
     )
 
 

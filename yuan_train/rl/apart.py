@@ -19,25 +19,24 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from yuan_train.config.architecture import sharding_of
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.data.prompts import Prompt, Prompts
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.apply import RankRuntime, parallelize
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
 from yuan_train.parallel.links import RolePosition, move_weights
+from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
     Channel,
@@ -67,7 +66,7 @@ from yuan_train.rl.reward_model import RewardModel
 from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
 from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
-from yuan_train.train.build import DTYPES, build_part, own_weights
+from yuan_train.train.build import DTYPES, model_parts, own_weights
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Position, choose_planned
 from yuan_train.train.step import Trainer
@@ -447,23 +446,14 @@ def serve(job: EngineJob) -> None:
     with joining(run, roles, plan, job.device) as position:
         dtype = DTYPES[run.train.precision]
         settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
-        sharding, row_blocks = sharding_of(run.model)
-        parts = ModelParts(
-            build=partial(build_part, run.model, dtype),
-            initial=None,
-            sharding=sharding,
-            row_blocks=row_blocks,
-        )
-        runtime = parallelize(
-            plan,
-            position.rank,
-            parts,
-            device=job.device,
-            dtype=dtype,
+        options = EngineOptions(
+            dtype,
             timeout_seconds=run.train.timeout,
             startup_timeout_seconds=run.train.startup_timeout,
             trained=False,
         )
+        parts = model_parts(run.model, dtype)
+        runtime = parallelize(plan, position.rank, parts, device=job.device, options=options)
         with as_training_error(runtime.coord):
             server = _Server(job, runtime, position, dtype)
             with server.scoring():

@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.checkpoint.load import Checkpoint
-from yuan_train.config.architecture import sharding_of
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.slots import DocumentRules
-from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.apply import RankRuntime, parallelize
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, enter_world, make_tensor_groups, meet
 from yuan_train.parallel.transport import blame_peers, wait_for_all
+from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.generator import Engine, Token
 from yuan_train.serve.draws import Asked, SeededDraws
-from yuan_train.train.build import DTYPES, build_part, load_runtime
+from yuan_train.train.build import DTYPES, load_runtime, model_parts
 from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Position, check_same_model, choose_device, choose_planned
@@ -295,20 +295,12 @@ def _build(job: ServeJob) -> RankRuntime:
     """This rank's parts of the model, with the checkpoint's weights."""
     plan, model = job.plan, job.checkpoint.model
     settle_forms(Grid(plan), job.position.rank, device=job.device, dtype=job.dtype)
-    sharding, row_blocks = sharding_of(model)
-    parts = ModelParts(
-        build=partial(build_part, model, job.dtype), initial=None, sharding=sharding, row_blocks=row_blocks
+    options = EngineOptions(
+        job.dtype, timeout_seconds=TIMEOUT_SECONDS, startup_timeout_seconds=STARTUP_SECONDS, trained=False
     )
-    runtime = parallelize(
-        replace(plan, sequence_length=min(plan.sequence_length, job.limits.max_length)),
-        job.position.rank,
-        parts,
-        device=job.device,
-        dtype=job.dtype,
-        timeout_seconds=TIMEOUT_SECONDS,
-        startup_timeout_seconds=STARTUP_SECONDS,
-        trained=False,
-    )
+    plan = replace(plan, sequence_length=min(plan.sequence_length, job.limits.max_length))
+    parts = model_parts(model, job.dtype)
+    runtime = parallelize(plan, job.position.rank, parts, device=job.device, options=options)
     load_runtime(job.checkpoint, runtime)
     for part in runtime.parts.values():
         part.eval()

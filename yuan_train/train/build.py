@@ -33,7 +33,7 @@ from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.tiers.slab import make_link
-from yuan_train.parallel.zero import STATES, TierOptions
+from yuan_train.parallel.zero import STATES, EngineOptions
 from yuan_train.train.engine import ExpertLoad, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.forms import settle_forms
@@ -64,22 +64,18 @@ def build(
     run, plan, rank = job.run, job.plan, job.position.rank
     dtype = DTYPES[run.train.precision]
     settle_forms(Grid(plan), rank, device=job.device, dtype=dtype)
-    runtime = parallelize(
-        plan,
-        rank,
-        _model_parts(job, dtype, trained=trained),
-        device=job.device,
+    options = EngineOptions(
         dtype=dtype,
         timeout_seconds=run.train.timeout,
         startup_timeout_seconds=run.train.startup_timeout,
         bucket_size=run.optimizer.bucket_size,
         reduce_dtype=torch.bfloat16 if run.optimizer.reduce_dtype == "bf16" else None,
-        tiers=TierOptions(
-            disk_directory=run.memory.disk_directory,
-            disk_timeout_seconds=run.train.timeout,
-        ),
+        disk_directory=run.memory.disk_directory,
         trained=trained,
     )
+    compile = _compile if run.train.compile else None
+    parts = model_parts(run.model, dtype, initial=_initial(job) if trained else None, compile=compile)
+    runtime = parallelize(plan, rank, parts, device=job.device, options=options)
     resets = _resets(job) if feed is None else run.data.resets
     feed = Feed(_share(job, runtime)) if feed is None else feed
     pair_loss = PairLoss(run.objective, device=job.device.torch) if run.objective.reads_pairs else None
@@ -114,24 +110,27 @@ def build(
         device=job.device,
         pair_loss=pair_loss,
     )
-    if job.checkpoint is None or not trained:
-        if job.start is not None and trained:
-            _load_start(job.start, trainer)
-        return trainer, Progress.initial(run)
-    return trainer, restore(job.checkpoint, trainer, run)
+    return trainer, _fill(trainer, job) if trained else Progress.initial(run)
 
 
-def _model_parts(job: Job, dtype: torch.dtype, *, trained: bool) -> ModelParts:
-    """How the job's model is built, sharded and initialised."""
-    run = job.run
-    sharding, row_blocks = sharding_of(run.model)
-    return ModelParts(
-        build=partial(build_part, run.model, dtype),
-        initial=_initial(job) if trained else None,
-        sharding=sharding,
-        row_blocks=row_blocks,
-        compile=_compile if run.train.compile else None,
-    )
+def _fill(trainer: Trainer, job: Job) -> Progress:
+    """Load the job's checkpoint, or the weights that it begins with; the progress to start from."""
+    if job.checkpoint is not None:
+        return restore(job.checkpoint, trainer, job.run)
+    if job.start is not None:
+        _load_start(job.start, trainer)
+    return Progress.initial(job.run)
+
+
+def model_parts(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    initial: InitialRows | None = None,
+    compile: Callable[[torch.nn.Module], None] | None = None,
+) -> ModelParts:
+    """How a model is built, sharded and initialised. Without `initial` nothing is drawn."""
+    return ModelParts(partial(build_part, model, dtype), initial, *sharding_of(model), compile=compile)
 
 
 def _runner_of(
