@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yuan_train.config.architecture import is_trained
+from yuan_train.config.plan import node_of
 from yuan_train.config.rl import OnLostEngine, RLConfig
 from yuan_train.config.rl_plan import RlPlan, RoleName, ScoringRole
 from yuan_train.config.run import TrainConfig
@@ -168,11 +169,11 @@ def role_buckets(
 ) -> tuple[Bucket, ...]:
     """What each rank of the policy sends to each rank of a role with the same model: all parameters, or only
     those that are `trained`."""
-    devices = [entry.device.rpartition("/")[0] for entry in roles.ranks]
+    nodes = [node_of(entry) for entry in roles.ranks]
     table = transfer_table(
         plan_holdings(roles.roles.policy.plan),
         plan_holdings(roles.plans[role], first_rank=roles.role_ranks[role].start),
-        node_of=lambda rank: devices[rank],
+        node_of=lambda rank: nodes[rank],
     )
     model = roles.roles.policy.plan.model
     moves = [move for move in table if not trained or is_trained(model, move.name)]

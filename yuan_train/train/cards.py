@@ -24,7 +24,7 @@ from torch.cuda import nccl
 
 from yuan_train.config.devices import CATALOGUE, DeviceType, find_card
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.plan import Plan, RankPlan, is_real_card, snapshot_bytes
+from yuan_train.config.plan import Plan, RankPlan, is_real_card, node_of, snapshot_bytes
 from yuan_train.config.units import show_bytes
 from yuan_train.models import compiled
 from yuan_train.parallel.device import CardFacts, CardMemory, cuda_of_driver
@@ -268,8 +268,8 @@ def host_note(plan: Plan, entry: RankPlan, available: float, *, copied: int = 0)
 
     `copied`: bytes of each trained parameter that saves in the background copy there; 0: there are none.
     """
-    node = entry.device.rpartition("/")[0]
-    own = [other for other in plan.ranks if other.device.rpartition("/")[0] == node]
+    node = node_of(entry)
+    own = [other for other in plan.ranks if node_of(other) == node]
     if own[0] != entry:
         return None
     forecast = sum(needs.host for other in own if (needs := needs_of(plan, other.rank)) is not None)

@@ -16,7 +16,7 @@ from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.express import check_engine
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
-from yuan_train.config.plan import Plan, RankPlan, single_card_plan
+from yuan_train.config.plan import Plan, RankPlan, node_of, single_card_plan
 from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision, check_tiers
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Blend, Samples, open_corpora
@@ -167,8 +167,8 @@ def types_here(ranks: Sequence[RankPlan], position: Position) -> tuple[str, ...]
     them.
     """
     rank, local, number = position.rank, position.local_rank, position.local_world_size
-    node = ranks[rank].device.rpartition("/")[0]
-    named = [entry for entry in ranks if entry.device.rpartition("/")[0] == node]
+    node = node_of(ranks[rank])
+    named = [entry for entry in ranks if node_of(entry) == node]
     beside = ranks[rank - local : rank - local + number] if rank >= local else ()
     for own in (named, beside):
         if len(own) == number and own[local].rank == rank:
