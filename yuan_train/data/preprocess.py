@@ -103,8 +103,6 @@ def preprocess(
     Raises DataError for unreadable inputs, a malformed line (with file:line), a missing tokenizer, a worker
     that died, and when no document is left; then nothing is written and older files are kept.
     """
-    if workers < 1:
-        raise DataError(f"--workers: {workers}; wanted at least 1")
     check_inputs(inputs)
     loaded = Tokenizer.load(tokenizer)
     dtype = token_dtype(loaded.vocab_size)
@@ -155,6 +153,8 @@ def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def _encode_in_order(encoder: _Encoder, chunks: Iterator[list[Item]], workers: int) -> Iterator[_Encoded]:
+    if workers < 1:
+        raise DataError(f"--workers: {workers}; wanted at least 1")
     if workers == 1:
         yield from (_encode_chunk(encoder, chunk) for chunk in chunks)
         return

@@ -57,6 +57,18 @@ class Cache:
     """Of the rotary embedding; see `rotary_tables`."""
 
 
+def _check_part(config: ModelConfig, first: float, last: float, recompute: str) -> None:
+    """Raise ConfigError for sizes that do not fit each other, ValueError for a part that there is not."""
+    for problem in validate_model(config):
+        raise ConfigError(f"model {config.name}: {'.'.join(map(str, problem.path))}: {problem.message}")
+    if not 0 <= first <= last <= config.num_layers:
+        raise ValueError(f"layers [{first}, {last}) do not lie within [0, {config.num_layers})")
+    if first % 0.5 or last % 0.5:
+        raise ValueError(f"layers [{first}, {last}) begin or end neither with a layer nor in its middle")
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute {recompute!r} is unknown; use 'none', 'selective' or 'full'")
+
+
 class Transformer(nn.Module):
     """The model, or a part of it: embedding, layers [first, last), head (final norm, output matrix or score).
 
@@ -97,35 +109,24 @@ class Transformer(nn.Module):
             ValueError: `layers` is not a range of the model's layers, or `recompute` is unknown.
         """
         super().__init__()
-        for problem in validate_model(config):
-            raise ConfigError(f"model {config.name}: {'.'.join(map(str, problem.path))}: {problem.message}")
         first, last = layers if layers is not None else (0, config.num_layers)
-        if not 0 <= first <= last <= config.num_layers:
-            raise ValueError(f"layers [{first}, {last}) do not lie within [0, {config.num_layers})")
-        if first % 0.5 or last % 0.5:
-            raise ValueError(f"layers [{first}, {last}) begin or end neither with a layer nor in its middle")
+        _check_part(config, first, last, recompute)
         numbers = range(math.floor(first), math.ceil(last)) if first < last else range(0)
-        if recompute not in ("none", "selective", "full"):
-            raise ValueError(f"recompute {recompute!r} is unknown; use 'none', 'selective' or 'full'")
         self.config = config
-        self.has_embedding = embedding
-        self.has_head = head
+        self.has_embedding, self.has_head = embedding, head
         self.recompute = recompute
         self.recompute_layers = len(numbers) if recompute_layers is None else recompute_layers
         self.vocabulary_part: VocabularyPart | None = None
         """Set by tensor parallelism where each rank has a part of the output matrix."""
         device = torch.device("cpu" if device is None else device)
-        sizes = (config.vocab_size, config.hidden_size)
         if embedding or (head and config.tie_embeddings):
-            self.embedding = Embedding(*sizes, device=device, dtype=dtype)
-        build_block = find_module(config.architecture, "block").build_block
+            self.embedding = Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
+        build = find_module(config.architecture, "block").build_block
+        blocks = {str(i): build(config, device=device, dtype=dtype) for i in numbers}
         # Not a ModuleList: its keys would count from 0 in every part.
-        self.layers = nn.ModuleDict(
-            {str(i): build_block(config, device=device, dtype=dtype) for i in numbers}
-        )
-        for block in self.blocks.values():
-            _add_adapters(block, config)
+        self.layers = nn.ModuleDict(blocks)
         for i, block in self.blocks.items():
+            _add_adapters(block, config)
             if i < first:
                 block.keep_half("feed_forward")
             elif i + 1 > last:

@@ -217,6 +217,13 @@ def resets_of(config: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
+_AUTO_MAP = {
+    "AutoConfig": "configuration_yuan.YuanConfig",
+    "AutoModel": "modeling_yuan.YuanModel",
+    "AutoModelForCausalLM": "modeling_yuan.YuanForCausalLM",
+}
+
+
 def published_config(
     model: ModelConfig,
     *,
@@ -254,11 +261,7 @@ def published_config(
     derived = {
         "model_type": "yuan",
         "architectures": ["YuanForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "configuration_yuan.YuanConfig",
-            "AutoModel": "modeling_yuan.YuanModel",
-            "AutoModelForCausalLM": "modeling_yuan.YuanForCausalLM",
-        },
+        "auto_map": _AUTO_MAP,
         "torch_dtype": dtype,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
