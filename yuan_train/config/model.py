@@ -121,9 +121,9 @@ class ModelConfig:
     norm_topk_prob: bool = True
     """The weights of a token's experts sum to 1; else, with `softmax`, each is its share among all."""
     balance: Balance | None = None
-    """How the load of the experts is evened (DeepSeek-V3, arXiv 2412.19437): by a bias of each, in the
-    choice alone, that moves against its load after each step (`bias`), or by a loss of each sequence
-    (`sequence`, with router softmax). None: not at all."""
+    """How the load of the experts is evened (DeepSeek-V3, arXiv 2412.19437). `bias`: by a bias of each, in
+    the choice alone, that moves against its load after each step. `sequence`: by a loss of each sequence,
+    with router softmax. None: not at all."""
     balance_rate: Annotated[float, Ge(0), Lt(1)] = 0.0
     """How far a bias moves in a step (DeepSeek-V3: 0.001), or the coefficient of the loss (0.0001)."""
     norm_epsilon: Positive = 1e-6

@@ -71,8 +71,8 @@ class StagePlan:
     """Most micro-batches in flight in the stage, over all its replicas, under 1f1b; None: the number of
     replicas from this stage to the pipeline's end. A stage before a slow link gains from more."""
     experts: Annotated[tuple[Index, ...], MinLen(1)] | None = None
-    """How many experts of each layer each rank of a replica holds, in order; the rest of the layers is whole
-    on all of them. None: as even as possible, where a model with experts has replicas of several ranks."""
+    """How many experts of each layer each rank of a replica holds, in order. The rest of a layer is whole on
+    all of them. None: as even as possible, where a model with experts has replicas of several ranks."""
     optimizer_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Fraction of its optimizer state that each rank of the stage keeps in host memory and steps there."""
     optimizer_disk: Annotated[float, Ge(0), Le(1)] = 0.0

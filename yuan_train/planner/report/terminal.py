@@ -215,15 +215,18 @@ def slower_because(cost: PlanCost, best: PlanCost) -> str:
 
 
 def left_out_lines(left_out: Sequence[LeftOut]) -> list[str]:
-    """The cards that are left out, one line per reason."""
-    reasons = dict.fromkeys(item.reason for item in left_out)
-    lines: list[str] = []
-    for reason in reasons:
-        cards = [item.card for item in left_out if item.reason == reason]
-        types = ", ".join(dict.fromkeys(card.type for card in cards))
-        names = ", ".join(card.name for card in cards[:4]) + (", ..." if len(cards) > 4 else "")
-        lines.append(f"{len(cards)} {types} ({names}): {reason}")
-    return lines
+    """The cards that are left out, by type, one line per reason."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for item in left_out:
+        found.setdefault(item.reason, {}).setdefault(item.card.type, []).append(item.card.name)
+    return [
+        ", ".join(f"{len(names)} {name} ({_some(names)})" for name, names in types.items()) + f": {reason}"
+        for reason, types in found.items()
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def layer_list(candidate: Candidate) -> str:

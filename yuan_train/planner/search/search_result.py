@@ -98,7 +98,7 @@ def _why_idle(name: str, cards: Sequence[Card], idle: Sequence[Card], best: Cand
     width = max(map(len, replicas), default=1)
     number, left = (sum(card.type == name for card in some) for some in (cards, idle))
     if left > number % (width * count):
-        return "the fastest plan found does not use it"
+        return "not in the fastest plan found"
     groups = f"groups of {width} within their nodes, in " if width > 1 else ""
     return f"the {name}s do not divide into {groups}{count} equal pipelines"
 
