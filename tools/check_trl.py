@@ -41,6 +41,8 @@ from yuan_train.objectives.losses import (
 )
 
 TOLERANCE = 1e-5
+RATE = 0.01
+"""Of the step between two epochs: ratios then are beyond the clip for some tokens."""
 PROMPTS, GROUP, PROMPT, ANSWER, VOCABULARY = 3, 4, 7, 9, 96
 
 
@@ -413,6 +415,27 @@ def _their_answers(model: Any, samples: Samples) -> torch.Tensor:
     return their_log_probs(model, samples.ids_BS, mask, ANSWER)[0] * samples.answer_mask
 
 
+def compare_epochs(samples: Samples) -> float:
+    """GRPO with `algorithm.epochs: 2` beside TRL's `num_iterations: 2`: the second pass of a batch, after a
+    step of the first, has the log-probabilities and the advantages from before both."""
+    ours, theirs = build_models("vocabulary")
+    case, worst = PolicyCase("grpo", beta=0.04), 0.0
+    with torch.no_grad():
+        old, reference = our_log_probs(ours, samples), our_log_probs(ours, samples)
+        their_old = _their_answers(theirs, samples)
+    for epoch in (1, 2):
+        here = partial(_our_policy_case, case, ours, samples, old, reference)
+        there = partial(trl_policy_loss, case, their_log_probs, theirs, samples, their_old, their_old)
+        worst = max(worst, compare(f"grpo, epoch {epoch} of 2", ours, theirs, here, there))
+        for parameter in (*ours.parameters(), *theirs.parameters()):
+            parameter.data -= RATE * parameter.grad
+    with torch.no_grad():
+        ratio = (our_log_probs(ours, samples) - old).exp()[samples.answer_mask.bool()]
+    clipped = float(((ratio - 1).abs() > case.clip[0]).double().mean())
+    print(f"{'':52s} ratios after both {ratio.min():.2f} to {ratio.max():.2f}, {clipped:.0%} beyond the clip")
+    return worst
+
+
 def compare_all(noise: torch.Generator) -> float:
     """The largest difference of all cases."""
     ours, theirs = build_models("vocabulary")
@@ -430,6 +453,7 @@ def compare_all(noise: torch.Generator) -> float:
         here = partial(_our_policy_case, case, ours, *given)
         there = partial(trl_policy_loss, case, their_log_probs, theirs, *given)
         worst = max(worst, compare(name, ours, theirs, here, there))
+    worst = max(worst, compare_epochs(samples))
     for case in PREFERENCE:
         drawn = even if case["loss"] == "ipo" else samples
         reference = (base[drawn is even] + drift) * drawn.answer_mask
