@@ -84,6 +84,8 @@ class Choice:
 
 _held: str | None = None
 """What the variable says, while `variable_held` holds it."""
+_holds_reference = False
+"""Whether that selects the definitions."""
 
 
 def _asked() -> str:
@@ -93,16 +95,19 @@ def _asked() -> str:
 @contextmanager
 def variable_held() -> Iterator[None]:
     """Inside, YUAN_KERNELS is not looked up at each call: a small model's ops are no longer than a look."""
-    global _held
-    before, _held = _held, _asked()
+    global _held, _holds_reference
+    before = _held, _holds_reference
+    _holds_reference, _held = reference_selected(), _asked()
     try:
         yield
     finally:
-        _held = before
+        _held, _holds_reference = before
 
 
 def reference_selected() -> bool:
     """Whether `YUAN_KERNELS` selects the definitions. Raises ValueError for an unknown value."""
+    if _held is not None:
+        return _holds_reference
     value = _asked()
     if value not in ("", "reference", *_REQUESTS):
         known = ", ".join(repr(word) for word in ("reference", *_REQUESTS))

@@ -86,6 +86,11 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return total
 
 
+def is_small(x: Tensor, columns: int) -> bool:
+    """Whether x [..., K] by [K, columns] is a product that is always torch's: nothing else is to be asked."""
+    return x.dtype == torch.float32 and x.numel() * columns < _LARGE
+
+
 def replaces_torch(x: Tensor, columns: int) -> bool:
     """Whether `linear` multiplies x [..., K] by [K, columns] otherwise than torch does."""
     return _uses_fp32_blocks(x, columns) or _uses_onednn(x, columns)

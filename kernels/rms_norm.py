@@ -77,7 +77,6 @@ def _forward(
     """Return (y, s, r); s is x itself if there is no residual."""
     hidden = x.shape[-1]
     acc_dtype = accumulation_dtype(x.dtype)
-    chosen = dispatch.implementation("rms_norm", x)
     if x.device.type == "cpu" and x.dtype == weight.dtype == acc_dtype and 0 < x.numel() <= BLOCK:
         # Nothing to convert, and no blocks: the same operations without the copies.
         s = x if residual is None else x + residual
@@ -90,7 +89,7 @@ def _forward(
     flat_x, flat_y = x.reshape(-1, hidden), y.view(-1, hidden)
     flat_residual = None if residual is None else residual.reshape(-1, hidden)
     flat_s = flat_x if residual is None else s.view(-1, hidden)
-    if chosen == "triton":
+    if dispatch.implementation("rms_norm", x) == "triton":
         from yuan_kernels import triton_forms
 
         triton_forms.rms_norm_forward(flat_x, flat_residual, weight, epsilon, flat_y, flat_s, scale)

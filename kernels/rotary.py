@@ -26,7 +26,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @registration.register("yuan::rotary")
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return x rotated by the tables' angles, or by their opposites if `inverse`."""
-    if dispatch.implementation("rotary", x) == "triton":
+    if x.device.type != "cpu" and dispatch.implementation("rotary", x) == "triton":
         from yuan_kernels import triton_elementwise
 
         width = 2 * cos.shape[-1]

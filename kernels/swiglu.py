@@ -28,13 +28,12 @@ def swiglu(x: Tensor) -> Tensor:
 
 @registration.register("yuan::swiglu")
 def _swiglu(x: Tensor) -> Tensor:
-    chosen = dispatch.implementation("swiglu", x)
     if x.device.type == "cpu" and x.numel() <= BLOCK and x.dtype == accumulation_dtype(x.dtype):
         gate, value = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(value)
     y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     flat_x, flat_y = _rows(x), _rows(y)
-    if chosen == "triton":
+    if dispatch.implementation("swiglu", x) == "triton":
         from yuan_kernels import triton_elementwise
 
         triton_elementwise.swiglu_forward(flat_x, flat_y)

@@ -324,7 +324,7 @@ class SearchConfig:
     """What stages may put on their hosts where that makes a plan possible or faster; None: the first two.
     `activations` are tried instead of recompute, on the fastest plans that recompute, once these are cut.
     `parameters` are in pages, in single pipelines of single cards. `disk` takes optimizer state that its host
-    has no room for: the cluster file gives the node a `disk`, and the run a `memory.disk_directory`."""
+    has no room for, if the cluster file gives the node a `disk`, and the run a `memory.disk_directory`."""
     memory_fraction: Annotated[float, Gt(0), Le(1)] = MEMORY_FRACTION
     """Plans fill at most so much of a card's memory as torch reports it, the card's `reserved` included."""
     simplicity: Annotated[float, Ge(0), Lt(1)] = 0.005

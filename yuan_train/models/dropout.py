@@ -102,7 +102,7 @@ def hashes(count: int, keys: Keys | Tensor, *, first: int = 0, device: torch.dev
     assert first + count <= 1 << 32, "the hash takes 32-bit element indices"
     x = torch.arange(first, first + count, device=device)
     for (shift, factor), key in zip(_ROUNDS, keys, strict=True):
-        x = x ^ key if isinstance(key, Tensor) else x.bitwise_xor_(key)
+        x = x ^ key if isinstance(key, Tensor) and x.dim() == 1 else x.bitwise_xor_(key)
         x.bitwise_xor_(x >> shift)
         # The factor as a signed 32-bit number: the product has the same low bits, and fits 64 bits.
         x.mul_(factor - (1 << 32) if factor >> 31 else factor).bitwise_and_(_LOW)

@@ -51,39 +51,42 @@ def draw(
     """
     logits_RV = model.logits(hidden_RH / temperature if temperature != 1 else hidden_RH).double()
     first = model.vocabulary_part.first if model.vocabulary_part is not None else 0
-    total_R = logits_RV.logsumexp(1)
+    total_R = None if greedy else logits_RV.logsumexp(1)
     most = CACHED_ELEMENTS if logits_RV.device.type == "cpu" and not greedy else NOISE_ELEMENTS
     chunk = max(1, most // logits_RV.shape[1])
     every = len(rows) == len(logits_RV) and tuple(rows) == tuple(range(len(rows)))
-    parts: list[Tensor] = []
+    parts, is_whole = list[Tensor](), model.vocabulary_part is None
     for start in range(0, len(rows), chunk):
-        if every:
-            score_NV, total_N = logits_RV[start : start + chunk], total_R[start : start + chunk]
-        else:
-            chosen = torch.tensor(rows[start : start + chunk], device=logits_RV.device)
-            score_NV, total_N = logits_RV[chosen], total_R[chosen]
-        if greedy:
+        chosen = slice(start, start + chunk)
+        if not every:
+            chosen = torch.tensor(rows[chosen], device=logits_RV.device)
+        score_NV = logits_RV[chosen]
+        if total_R is None:
             best_N, word_N = score_NV.max(1)
             logit_N = best_N
+            total_N = (score_NV - best_N.unsqueeze(1)).exp_().sum(1).log_().add_(best_N)
         else:
-            best_N, word_N = _noise(score_NV, keys[start : start + chunk], first).add_(score_NV).max(1)
+            total_N = total_R[chosen]
+            best_N, word_N = _draw_words(score_NV, keys[start : start + chunk], first)
             logit_N = score_NV.gather(1, word_N.unsqueeze(1)).squeeze(1)
-        parts.append(torch.stack([best_N, (word_N + first).double(), total_N, logit_N], 1))
-    found_N4 = parts[0] if len(parts) == 1 else torch.cat(parts)
+        of_part = [best_N, (word_N + first).double(), total_N, logit_N]
+        parts.append(torch.stack([of_part[1], logit_N - total_N] if is_whole else of_part, 1))
+    found = parts[0] if len(parts) == 1 else torch.cat(parts)
     if model.vocabulary_part is None:
-        return torch.stack([found_N4[:, 1], found_N4[:, 3] - found_N4[:, 2]], 1).cpu()
-    all_TN4 = model.vocabulary_part.gather(found_N4)
+        return found.cpu()
+    all_TN4 = model.vocabulary_part.gather(found)
     winner_N = all_TN4[:, :, 0].argmax(0)
     word_N, logit_N = (all_TN4[:, :, i].gather(0, winner_N.unsqueeze(0)).squeeze(0) for i in (1, 3))
     return torch.stack([word_N, logit_N - all_TN4[:, :, 2].logsumexp(0)], 1).cpu()
 
 
-def _noise(like_NV: Tensor, keys: Sequence[Keys], first: int) -> Tensor:
-    """Gumbel noise -log(-log u), u uniform over (0, 1), of words first .. first + V - 1."""
-    keys_3N1 = torch.tensor(keys).t().unsqueeze(-1).to(like_NV.device)
-    found_NV = hashes(like_NV.shape[1], keys_3N1, first=first, device=like_NV.device).double()
-    uniform_NV = found_NV.add_(0.5).div_(2**32)
-    return uniform_NV.log_().neg_().log_().neg_()
+def _draw_words(logits_NV: Tensor, keys: Sequence[Keys], first: int) -> tuple[Tensor, Tensor]:
+    """The greatest of logits and Gumbel noise -log(-log u) of each row, and its word. u is uniform over
+    (0, 1); the words are first .. first + V - 1."""
+    keys_3N1 = torch.tensor(keys).t().unsqueeze(-1).to(logits_NV.device)
+    found_NV = hashes(logits_NV.shape[1], keys_3N1, first=first, device=logits_NV.device).double()
+    noise_NV = found_NV.add_(0.5).mul_(2**-32).log_().neg_().log_()
+    return torch.sub(logits_NV, noise_NV, out=noise_NV).max(1)
 
 
 PREFILL_CHUNK = 512
@@ -203,13 +206,9 @@ def generate_batch(
 
 
 def _generators(seed: int | None, count: int) -> list[torch.Generator]:
-    generators = [torch.Generator("cpu") for _ in range(count)]
-    for number, generator in enumerate(generators):
-        if seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(seed + number)
-    return generators
+    """One an answer, seeded in turn; None: by the machine's own noise."""
+    first = torch.Generator("cpu").seed() >> 1 if seed is None else seed
+    return [torch.Generator("cpu").manual_seed(first + number) for number in range(count)]
 
 
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

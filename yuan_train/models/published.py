@@ -158,7 +158,9 @@ def _unsupported(config: Mapping[str, Any], *, has_experts: bool) -> Iterator[st
     for key in ("num_key_value_heads", "head_dim"):
         if config.get(key) == 0:
             yield f"{key} 0; wanted a number above 0"
-    if config.get("use_sliding_window") or _slides(config.get("layer_types")):
+    kinds = config.get("layer_types") or []
+    is_full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    if config.get("use_sliding_window") or not is_full:
         yield "sliding-window attention cannot be imported; only full attention can"
     if config.get("use_mrope"):
         yield "use_mrope: multimodal rotary embeddings cannot be imported"
@@ -167,13 +169,6 @@ def _unsupported(config: Mapping[str, Any], *, has_experts: bool) -> Iterator[st
     experts = [key for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
     if experts and not has_experts:
         yield f"{experts[0]}: a mixture of experts of this model_type cannot be imported"
-
-
-def _slides(layer_types: Any) -> bool:
-    """Whether the list of attention kinds, one a layer, has another than full attention."""
-    return layer_types is not None and (
-        not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types)
-    )
 
 
 def _rope(config: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any] | None, Any]:

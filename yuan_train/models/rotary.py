@@ -30,6 +30,13 @@ class RotaryTables:
         """Return the rotary embedding of queries or keys [B, S, N, D]."""
         return ops.rotary(x_BSND, self.cos, self.sin)
 
+    def rotate_both(self, query_BSND: Tensor, key_BSMD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rotary embedding of both; of single tokens in one call, which is what costs there."""
+        if query_BSND.shape[1] > 1:
+            return self.rotate(query_BSND), self.rotate(key_BSMD)
+        both = self.rotate(torch.cat((query_BSND, key_BSMD), dim=2))
+        return both[:, :, : query_BSND.shape[2]], both[:, :, query_BSND.shape[2] :]
+
 
 Frequencies = tuple[Tensor, float]
 """Those of `rotary_frequencies`, with the factor of the tables."""

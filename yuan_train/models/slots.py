@@ -96,7 +96,8 @@ def step_slots(
     seen_BS = positions_BS.clamp(min=0)
     keys_P = torch.arange(last + 1, device=x_BSH.device)
     hidden_BSP = keys_P > seen_BS.unsqueeze(-1)
-    turned_BS, document_start_BS = seen_BS, positions_BS == 0
+    has_filters = any(layer.filter_state is not None for layer in cache.layers.values())
+    turned_BS, document_start_BS = seen_BS, positions_BS == 0 if has_filters else None
     if documents is not None:
         turned_BS, document_start_BS = documents.positions_BS, documents.document_start_BS
         hidden_BSP |= keys_P < documents.visible_from_BS.unsqueeze(-1)

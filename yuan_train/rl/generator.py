@@ -547,19 +547,19 @@ class Engine:
             held = [(slot, answer) for slot, answer in enumerate(group.slots) if answer is not None]
             if not held:
                 continue
-            tokens, positions = [[0]] * self._slots, [[-1]] * self._slots
+            tokens, positions = [0] * self._slots, [-1] * self._slots
             resets: list[list[Resets | None]] = [[None]] * self._slots
             for slot, answer in held:
-                tokens[slot], positions[slot] = [answer.ids[-1]], [answer.place]
+                tokens[slot], positions[slot] = answer.ids[-1], answer.place
                 if answer.documents is not None:
-                    resets[slot] = [answer.documents.advance(tokens[slot], answer.place)]
+                    resets[slot] = [answer.documents.advance([tokens[slot]], answer.place)]
             # What was found of each slot is of its one token.
-            firsts = [[min(place, 0)] for (place,) in positions]
+            firsts = [[min(place, 0)] for place in positions] if self._documents is not None else []
             works[number] = _Work(
                 "answers",
-                torch.tensor(tokens, device=self._device),
-                torch.tensor(positions, device=self._device),
-                last=max(answer.place for _, answer in held),
+                torch.tensor(tokens, device=self._device).unsqueeze(1),
+                torch.tensor(positions, device=self._device).unsqueeze(1),
+                last=max(positions),
                 rows=tuple(slot for slot, _ in held),
                 draws=tuple(Draw(answer.ticket, answer.number, len(answer.ids)) for _, answer in held),
                 documents=self._documents_of(resets, firsts),
@@ -582,7 +582,7 @@ class Engine:
     def _append(self, answer: _Answer, drawn: tuple[float, ...]) -> bool:
         """Add a token to an answer; whether that ended it."""
         ticket, number = answer.ticket, answer.number
-        if not all(map(math.isfinite, drawn)):
+        if not math.isfinite(sum(drawn)):
             raise NotFiniteDraw(
                 f"ticket {ticket.number}, answer {number}: the log-probability of token "
                 f"{len(answer.ids)} is {drawn[1]}"

@@ -53,4 +53,4 @@ class GroupedAttention(SelfAttention):
         key_BSMD = self.split_heads(self.key(u_BSH))
         if self.has_norms:
             query_BSND, key_BSMD = self.query_norm(query_BSND), self.key_norm(key_BSMD)
-        return rotary.rotate(query_BSND), rotary.rotate(key_BSMD), self.split_heads(self.value(u_BSH))
+        return *rotary.rotate_both(query_BSND, key_BSMD), self.split_heads(self.value(u_BSH))
