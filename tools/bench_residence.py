@@ -108,7 +108,7 @@ def main() -> int:
 def _run(case: Case, work: Path, options: argparse.Namespace) -> bool:
     """Train, print a line for each rank; whether one of them is off."""
     (work / "cluster.yaml").write_text(json.dumps(_cluster(case.num_ranks)))
-    _corpus(work)
+    write_corpus(work)
     for name, hidden in (("narrow", NARROW), ("wide", options.hidden_size)):
         (work / f"{name}.yaml").write_text(json.dumps(_run_file(work, name, hidden, options)))
         save_plan(work / f"{name}.plan.yaml", _plan(load_run(work / f"{name}.yaml"), case))
@@ -223,7 +223,8 @@ def _run_file(work: Path, name: str, hidden_size: int, options: argparse.Namespa
     }
 
 
-def _corpus(work: Path) -> None:
+def write_corpus(work: Path) -> None:
+    """Write documents of random tokens as `corpus` in a folder."""
     import numpy as np
 
     from yuan_train.data.indexed import IndexedWriter
@@ -277,14 +278,14 @@ def train_both(work: Path, port: int) -> None:
     for i, name in enumerate(("narrow", "wide")):
         os.environ["MASTER_PORT"] = str(port + i)
         plan, run = load_plan(work / f"{name}.plan.yaml"), load_run(work / f"{name}.yaml")
-        before = {field: _resident(field) for field in FIELDS}
-        peak = _Peak()
+        before = {field: resident(field) for field in FIELDS}
+        peak = Peak()
         run_module.train(prepare(run, plan, Position(rank, count, rank, count)))
         most = peak.end()
     print(json.dumps({field: most[field] - before[field] for field in FIELDS}))
 
 
-class _Peak:
+class Peak:
     """The most that the process holds, sampled each millisecond."""
 
     def __init__(self) -> None:
@@ -296,15 +297,17 @@ class _Peak:
     def _sample(self) -> None:
         while not self._ended.wait(0.001):
             for field, most in self._most.items():
-                self._most[field] = max(most, _resident(field))
+                self._most[field] = max(most, resident(field))
 
     def end(self) -> dict[str, int]:
+        """Stop sampling; bytes by field."""
         self._ended.set()
         self._thread.join()
         return self._most
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Bytes that this process holds by a field of its status."""
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
+
+from bench_residence import FIELDS, Peak, resident, write_corpus
 
 HIDDEN, VOCABULARY, LENGTH, STEPS = 256, 1024, 128, 10
 
@@ -28,7 +28,7 @@ def main(mebibytes: int) -> int:
         work = Path(folder)
         (work / "cluster.yaml").write_text(json.dumps(_cluster(mebibytes)))
         (work / "run.yaml").write_text(json.dumps(_run(work)))
-        _corpus(work)
+        write_corpus(work)
         for name, largest in (("small", []), ("large", ["--largest"])):
             layers = [] if largest else ["model.num_layers=1"]
             found = _yuan("plan", "--cluster", "cluster.yaml", "--config", "run.yaml", "--out",
@@ -81,17 +81,6 @@ def _run(work: Path) -> dict[str, object]:
     }
 
 
-def _corpus(work: Path) -> None:
-    import numpy as np
-
-    from yuan_train.data.indexed import IndexedWriter
-
-    generator = np.random.default_rng(0)
-    with IndexedWriter(work / "corpus", dtype=np.dtype(np.uint16)) as writer:
-        for _ in range(64):
-            writer.add(generator.integers(0, 50, 1000))
-
-
 def _yuan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "yuan_train", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, check=True, text=True)
@@ -117,8 +106,8 @@ def train_both(work: Path) -> None:
             work / "run.yaml",
             (f"model.num_layers={plan.model.num_layers}", f"log.directory={work / name}"),
         )
-        before = {field: _resident(field) for field in ("RssAnon", "RssShmem")}
-        peak = _Peak()
+        before = {field: resident(field) for field in FIELDS}
+        peak = Peak()
         run_module.train(prepare(run, plan, Position()))
         most = peak.end()
     assert plan.forecast is not None
@@ -137,32 +126,6 @@ def train_both(work: Path) -> None:
             }
         )
     )
-
-
-class _Peak:
-    """The most that the process holds, sampled each millisecond."""
-
-    def __init__(self) -> None:
-        self._most: dict[str, int] = {"RssAnon": 0, "RssShmem": 0}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.001):
-            for field, most in self._most.items():
-                self._most[field] = max(most, _resident(field))
-
-    def end(self) -> dict[str, int]:
-        self._ended.set()
-        self._thread.join()
-        return self._most
-
-
-def _resident(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.load import dump, write_text
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import Profile, load_profile
 from yuan_train.config.run import RunConfig, Source, load_run
@@ -216,7 +216,7 @@ def _train(nodes: Sequence[Node], plan: Plan, cost: PlanCost, steps: int, folder
     changes = [f"train.steps={steps}", f"log.directory={folder}", "log.every=1", "checkpoint.directory="]
     command = ["train", "--config", folder.parent / "run.yaml", "--plan", folder / "plan.yaml", *changes]
     named = {node.spec.name: node for node in nodes}
-    used = [named[entry.device.rpartition("/")[0]] for entry in plan.ranks]
+    used = [named[node_of(entry)] for entry in plan.ranks]
     _yuan_train(used, [command] * len(used), folder, TRAIN_SECONDS)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
     return Round(cost, [line["step_seconds"] for line in lines], [line["stage_seconds"] for line in lines])
@@ -285,7 +285,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _cut(plan: Plan) -> str:
-    nodes = [entry.device.rpartition("/")[0] for entry in plan.ranks]
+    nodes = [node_of(entry) for entry in plan.ranks]
     return "; ".join(
         ", ".join(
             f"{'+'.join(nodes[rank] for rank in stage.ranks)} {stage.num_layers}" for stage in pipeline.stages

@@ -6,32 +6,12 @@ from typing import Any
 import pytest
 
 from tests.planner.search.test_search import CONFIGS, MODEL, card, cluster, find, problem
-from yuan_train.config.cluster import Cluster, Link, load_cluster
+from yuan_train.config.cluster import load_cluster
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.search.shapes import Options, Shape, list_shapes, read_options
 
 ALONE: dict[str, Any] = {"pipelines": (1,), "tensor": (1,), "replicas": (1,)}
 """Search keys that leave one shape: one pipeline, one card per stage."""
-
-
-def shapes_of(given_problem: PlanProblem, **search: object) -> tuple[Costs, Options, list[Shape]]:
-    cards = given_problem.cluster.cards
-    options = read_options(
-        SearchConfig(**search),  # type: ignore[arg-type]
-        micro_batch_size=1,
-        model=given_problem.model,
-        num_cards=len(cards),
-    )
-    shapes = list_shapes(cards, options, global_batch_size=given_problem.global_batch_size)
-    return make_costs(given_problem), options, list(shapes)
-
-
-def with_bandwidth(cards: Cluster, bandwidth: float) -> Cluster:
-    link = Link(bandwidth=bandwidth, latency=1e-9)
-    return replace(cards, nodes=tuple(replace(group, link=link, network=link) for group in cards.nodes))
 
 
 def test_mixed_pipelines_shard_the_optimizer_state():
