@@ -97,6 +97,23 @@ class PlanCost:
         return 1.0 - busy / (self.step_seconds * count) if self.step_seconds else 0.0
 
 
+def _simulate(costs: Costs, plan: Plan, p: int, times: StageTimes) -> Simulation:
+    """A step of pipeline p, its copies among it."""
+    pipeline = plan.pipelines[p]
+    leaves = any(stage.activation_offload for stage in pipeline.stages)
+    return simulate_schedule(
+        plan.schedule,
+        times,
+        num_micro_batches=pipeline.num_micro_batches,
+        workers=pipeline.workers,
+        in_flight=pipeline.depths(plan.schedule),
+        sends=costs.problem.send_mode,
+        copies=pipeline_copies(plan, p) if leaves else None,
+        group=pipeline.page_group,
+        pages=pipeline_pages(plan, p),
+    )
+
+
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of any valid plan.
 
@@ -115,23 +132,11 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     flows = _edge_flows(cards)
     for p, (pipeline, pipeline_stages) in enumerate(zip(plan.pipelines, rows, strict=True)):
         times.append(_stage_times(costs, plan, cards, p, pipeline_stages, flows))
+        leaves = any(stage.activation_offload or stage.parameter_offload for stage in pipeline.stages)
         depths = pipeline.depths(plan.schedule)
-        leaves = any(stage.activation_offload for stage in pipeline.stages)
-        copies = pipeline_copies(plan, p) if leaves else None
-        pages = pipeline_pages(plan, p)
-        key = (times[-1], workers[p], pipeline.num_micro_batches, depths, p if leaves or pages else -1)
+        key = (times[-1], workers[p], pipeline.num_micro_batches, depths, p if leaves else -1)
         if key not in simulated:
-            simulated[key] = simulate_schedule(
-                plan.schedule,
-                times[-1],
-                num_micro_batches=pipeline.num_micro_batches,
-                workers=workers[p],
-                in_flight=depths,
-                sends=costs.problem.send_mode,
-                copies=copies,
-                group=pipeline.page_group,
-                pages=pages,
-            )
+            simulated[key] = _simulate(costs, plan, p, times[-1])
         simulations.append(simulated[key])
         stages += pipeline_stages
     compute = max(simulation.step_seconds for simulation in simulations)

@@ -11,7 +11,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.away import away_cost, disk_capacity
+from yuan_train.planner.costs.away import AwayCost, away_cost, disk_capacity
 from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.owners import StateShares
@@ -158,13 +158,7 @@ class _Part:
 
 
 def stage_cost(
-    costs: Costs,
-    plan: Plan,
-    replicas: tuple[Replica, ...],
-    p: int,
-    s: int,
-    *,
-    shares: StateShares,
+    costs: Costs, plan: Plan, replicas: tuple[Replica, ...], p: int, s: int, *, shares: StateShares
 ) -> StageCost:
     """The cost of stage s of pipeline p on `replicas`, by its slowest replica (or card, where cards share
     experts) and its tightest card."""
@@ -180,27 +174,17 @@ def stage_cost(
     pages = _pages(costs, stage, slowest.units.started, cards) if stage.parameter_offload else None
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
     for part in parts if divides else [replace(slowest, cards=cards)]:
-        memory = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
-        if leaving is not None:
-            # Not where cards share experts: what they keep varies.
-            away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
-            memory = (replace(memory[0], activations=max(0.0, memory[0].activations - away)), memory[1])
-        if pages is not None or pipeline.page_group > 1:
-            memory = (_with_pages(memory[0], pipeline, stage, pages, part.units.boundary_bytes), memory[1])
-        by_position[part.position] = min(memory, by_position.get(part.position, memory), key=_slack)
+        memory, capacity = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
+        memory = _without_leaving(memory, leaving, count)
+        memory = _with_pages(memory, pipeline, stage, pages, part.units.boundary_bytes)
+        found = memory, capacity
+        by_position[part.position] = min(found, by_position.get(part.position, found), key=_slack)
     tightest = min(by_position.values(), key=_slack)
-    layer = slowest.units.layer
     aways = [
-        away_cost(
-            costs,
-            stage,
-            part.cards if divides else cards,
-            _owned_parameters(part, shares, twice=twice) - (0 if pages is None else pages.parameters),
-            card_seconds=STATE_BYTES[costs.problem.precision].update_traffic
-            / part.units.update_bytes_per_second,
-        )
+        _away_of(costs, stage, part, part.cards if divides else cards, shares, twice=twice, pages=pages)
         for part in parts
     ]
+    layer, on_host = slowest.units.layer, stage.optimizer_offload or leaving or pages
     return StageCost(
         pipeline=p,
         stage=s,
@@ -224,9 +208,7 @@ def stage_cost(
         positions=tuple(by_position.values()),
         host_bytes=max(away.host_bytes for away in aways)
         + sum(tier.host_bytes for tier in (leaving, pages) if tier is not None),
-        host_capacity_bytes=min(costs.host_of(card).memory_bytes for card in cards)
-        if stage.optimizer_offload or leaving is not None or pages is not None
-        else math.inf,
+        host_capacity_bytes=_host_room(costs, cards) if on_host else math.inf,
         disk_bytes=max(away.disk_bytes for away in aways),
         disk_capacity_bytes=disk_capacity(costs, stage, cards),
         leaving=leaving,
@@ -235,6 +217,36 @@ def stage_cost(
         source=slowest.units.source,
         note=slowest.units.note,
     )
+
+
+def _without_leaving(
+    memory: MemoryForecast, leaving: LeavingActivations | None, count: int
+) -> MemoryForecast:
+    """Without the activations that leave. Not where cards share experts: what they keep varies."""
+    if leaving is None:
+        return memory
+    away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
+    return replace(memory, activations=max(0.0, memory.activations - away))
+
+
+def _away_of(
+    costs: Costs,
+    stage: StagePlan,
+    part: _Part,
+    cards: tuple[Card, ...],
+    shares: StateShares,
+    *,
+    twice: bool,
+    pages: LeavingParameters | None,
+) -> AwayCost:
+    """What the state of a part of a stage costs that is not on its cards; parameters in pages have none."""
+    traffic = STATE_BYTES[costs.problem.precision].update_traffic
+    owned = _owned_parameters(part, shares, twice=twice) - (0 if pages is None else pages.parameters)
+    return away_cost(costs, stage, cards, owned, card_seconds=traffic / part.units.update_bytes_per_second)
+
+
+def _host_room(costs: Costs, cards: Sequence[Card]) -> float:
+    return min(costs.host_of(card).memory_bytes for card in cards)
 
 
 def _parts(
@@ -326,7 +338,9 @@ def _with_pages(
     pages: LeavingParameters | None,
     boundary_bytes: float,
 ) -> MemoryForecast:
-    """The bytes of a card in a pipeline of groups, without what its host holds."""
+    """The bytes of a card in a pipeline of groups, if it is one, without what its host holds."""
+    if pages is None and pipeline.page_group == 1:
+        return memory
     memory = replace(memory, buffers=memory.buffers + group_bytes(pipeline, stage, boundary_bytes))
     if pages is None:
         return memory
