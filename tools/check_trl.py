@@ -428,6 +428,7 @@ def compare_epochs(samples: Samples) -> float:
         there = partial(trl_policy_loss, case, their_log_probs, theirs, samples, their_old, their_old)
         worst = max(worst, compare(f"grpo, epoch {epoch} of 2", ours, theirs, here, there))
         for parameter in (*ours.parameters(), *theirs.parameters()):
+            assert parameter.grad is not None
             parameter.data -= RATE * parameter.grad
     with torch.no_grad():
         ratio = (our_log_probs(ours, samples) - old).exp()[samples.answer_mask.bool()]

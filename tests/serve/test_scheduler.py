@@ -43,6 +43,7 @@ class Pipeline:
     def __init__(self) -> None:
         self.orders: list[Order] = []
         self.permits = threading.Semaphore(0)
+        self.has_begun = threading.Event()
         self._under_way: dict[int | str, int] = {}
         self.most = 0
 
@@ -54,6 +55,7 @@ class Pipeline:
             self._under_way.pop(number, None)
         self._under_way |= {one.number: one.max_new_tokens for one in order.join}
         self.most = max(self.most, len(self._under_way))
+        self.has_begun.set()
         self.permits.acquire()
         found: list[Token] = []
         for number in list(self._under_way):
@@ -108,12 +110,15 @@ class Client:
 
 def test_slots_are_never_more_than_filled_and_none_is_lost() -> None:
     pipelines = [Pipeline(), Pipeline()]
-    for pipeline in pipelines:
-        pipeline.permits.release(1000)
     running = Running([3, 1], pipelines, queue=100)
     clients = [Client() for _ in range(60)]
     for number, client in enumerate(clients):
         running.scheduler.submit([asked(number, 1 + number % 5)], client)
+    # Both have begun before either may end an answer.
+    for pipeline in pipelines:
+        assert pipeline.has_begun.wait(20)
+    for pipeline in pipelines:
+        pipeline.permits.release(1000)
     for number, client in enumerate(clients):
         assert client.changed.wait(20)
         assert len(client.told) == 1 + number % 5

@@ -33,7 +33,7 @@ from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
 from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.config.run import TrainConfig, load_run
-from yuan_train.parallel.environment import is_host_name, is_job_here, unknown_host
+from yuan_train.parallel.environment import free_port, is_host_name, is_job_here, unknown_host
 from yuan_train.supervise.launched import start_ranks
 from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 
@@ -296,10 +296,3 @@ def _check_port(port: int) -> None:
             f"port {port} of this machine cannot be had ({fault.strerror}), so the ranks cannot meet there: "
             "give every node another one, --rendezvous HOST:PORT"
         )
-
-
-def free_port() -> int:
-    """A free TCP port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

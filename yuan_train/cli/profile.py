@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from yuan_train.cli.launch import free_port
 from yuan_train.cli.launch_hosts import (
     Errand,
     add_host_options,
@@ -48,7 +47,7 @@ from yuan_train.config.profile import (
 from yuan_train.config.rl import RLConfig, is_rl_run, load_rl, policy_run
 from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
 from yuan_train.machine.reach import fetch
-from yuan_train.parallel.environment import set_rank_defaults
+from yuan_train.parallel.environment import free_port, set_rank_defaults
 from yuan_train.supervise.launched import start_ranks
 from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 

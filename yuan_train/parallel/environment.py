@@ -9,11 +9,13 @@ import ctypes
 import fcntl
 import ipaddress
 import os
+import random
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -204,6 +206,20 @@ def tell_launcher(rank: int, what: Told) -> None:
 def has_told(directory: str, rank: int, what: Told) -> bool:
     """Whether a rank has told that to the launcher, whose directory it is."""
     return (Path(directory) / f"{rank}-{what}").exists()
+
+
+PORTS = range(10_000, 12_000)
+"""Below those that systems give to connections: one of these could take a port before it is used."""
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port of an address of this machine, free at the moment; of `PORTS` if it can be."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in (*random.sample(PORTS, 20), 0):
+        with suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, port))
+            return probe.getsockname()[1]
+    raise OSError(f"{address}: no port is free")
 
 
 def end_with_parent() -> None:

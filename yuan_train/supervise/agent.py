@@ -9,7 +9,6 @@ import json
 import logging
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import RunConfig, SuperviseConfig
 from yuan_train.config.units import show_seconds
-from yuan_train.parallel.environment import end_with_parent
+from yuan_train.parallel.environment import end_with_parent, free_port
 from yuan_train.report.run_log import Event, Journal
 from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
 
@@ -203,7 +202,7 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
         try:
             while True:
                 signals.waits = True
-                agent = Agent(node, uuid.uuid4().hex, room.address(), _free_port(room.address()))
+                agent = Agent(node, uuid.uuid4().hex, room.address(), free_port(room.address()))
                 current = room.enter(agent)
                 signals.waits = False
                 ended = room.ended() if current is None else _take_part(job, room, current, agent, signals)
@@ -317,12 +316,6 @@ def _await_end(ranks: Ranks, seconds: float) -> None:
     end = time.monotonic() + seconds
     while ranks.poll() is None and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-
-
-def _free_port(address: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
 
 
 class Lead:
