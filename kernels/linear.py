@@ -17,9 +17,8 @@ from yuan_kernels import dispatch, products, reference, registration
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b; arguments and result as in `ops.linear`."""
-    if products.is_small(x, weight.shape[0]) and not torch.compiler.is_compiling():
-        return F.linear(x, weight, bias)
-    if dispatch.reference_selected() or not _may_replace_torch(x, weight.shape[0]):
+    is_torchs = products.is_small(x, weight.shape[0]) and not torch.compiler.is_compiling()
+    if is_torchs or dispatch.reference_selected() or not _may_replace_torch(x, weight.shape[0]):
         return F.linear(x, weight, bias)
     return _linear(x, weight, bias)
 

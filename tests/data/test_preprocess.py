@@ -137,7 +137,8 @@ def test_wrong_inputs_are_refused(tmp_path: Path, tokenizer: Path) -> None:
         with pytest.raises(DataError, match=message):
             preprocess(inputs, source, tmp_path / "corpus")
     with pytest.raises(DataError, match="--workers: 0"):
-        preprocess([SOURCE], tokenizer, tmp_path / "corpus", workers=0)
+        preprocess([SOURCE], tokenizer, tmp_path / "new/corpus", workers=0)
+    assert not (tmp_path / "new").exists()
 
 
 def test_text_that_gives_the_end_of_document_is_refused(

@@ -103,13 +103,14 @@ def preprocess(
     Raises DataError for unreadable inputs, a malformed line (with file:line), a missing tokenizer, a worker
     that died, and when no document is left; then nothing is written and older files are kept.
     """
+    if workers < 1:
+        raise DataError(f"--workers: {workers}; wanted at least 1")
     check_inputs(inputs)
     loaded = Tokenizer.load(tokenizer)
     dtype = token_dtype(loaded.vocab_size)
     encoder = _Encoder(str(loaded.path), loaded.digest, text_key, convention, messages_key)
     items = read_items(inputs, text_key=text_key, convention=convention)
-    empty, text_bytes, answer_tokens = 0, 0, 0
-    undecodable: list[str] = []
+    empty, text_bytes, answer_tokens, undecodable = 0, 0, 0, list[str]()
     with ExitStack() as stack:
         writer = stack.enter_context(IndexedWriter(prefix, dtype=dtype))
         answers = None
@@ -153,8 +154,6 @@ def _chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def _encode_in_order(encoder: _Encoder, chunks: Iterator[list[Item]], workers: int) -> Iterator[_Encoded]:
-    if workers < 1:
-        raise DataError(f"--workers: {workers}; wanted at least 1")
     if workers == 1:
         yield from (_encode_chunk(encoder, chunk) for chunk in chunks)
         return

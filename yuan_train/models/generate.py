@@ -50,12 +50,13 @@ def draw(
     the log-probability is then not finite either. Under tensor parallelism collective over its ranks.
     """
     logits_RV = model.logits(hidden_RH / temperature if temperature != 1 else hidden_RH).double()
-    first = model.vocabulary_part.first if model.vocabulary_part is not None else 0
+    part = model.vocabulary_part
+    first = part.first if part is not None else 0
     total_R = None if greedy else logits_RV.logsumexp(1)
     most = CACHED_ELEMENTS if logits_RV.device.type == "cpu" and not greedy else NOISE_ELEMENTS
     chunk = max(1, most // logits_RV.shape[1])
     every = len(rows) == len(logits_RV) and tuple(rows) == tuple(range(len(rows)))
-    parts, is_whole = list[Tensor](), model.vocabulary_part is None
+    parts: list[Tensor] = []
     for start in range(0, len(rows), chunk):
         chosen = slice(start, start + chunk)
         if not every:
@@ -69,12 +70,12 @@ def draw(
             total_N = total_R[chosen]
             best_N, word_N = _draw_words(score_NV, keys[start : start + chunk], first)
             logit_N = score_NV.gather(1, word_N.unsqueeze(1)).squeeze(1)
-        of_part = [best_N, (word_N + first).double(), total_N, logit_N]
-        parts.append(torch.stack([of_part[1], logit_N - total_N] if is_whole else of_part, 1))
+        drawn = [(word_N + first).double(), logit_N - total_N]
+        parts.append(torch.stack(drawn if part is None else [best_N, drawn[0], total_N, logit_N], 1))
     found = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if model.vocabulary_part is None:
+    if part is None:
         return found.cpu()
-    all_TN4 = model.vocabulary_part.gather(found)
+    all_TN4 = part.gather(found)
     winner_N = all_TN4[:, :, 0].argmax(0)
     word_N, logit_N = (all_TN4[:, :, i].gather(0, winner_N.unsqueeze(0)).squeeze(0) for i in (1, 3))
     return torch.stack([word_N, logit_N - all_TN4[:, :, 2].logsumexp(0)], 1).cpu()
@@ -206,7 +207,6 @@ def generate_batch(
 
 
 def _generators(seed: int | None, count: int) -> list[torch.Generator]:
-    """One an answer, seeded in turn; None: by the machine's own noise."""
     first = torch.Generator("cpu").seed() >> 1 if seed is None else seed
     return [torch.Generator("cpu").manual_seed(first + number) for number in range(count)]
 

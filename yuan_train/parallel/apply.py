@@ -439,9 +439,12 @@ def _make_states(
     stages = [
         [own[s] for s, held in names.items() if not held.isdisjoint(bucket.parameters)] for bucket in buckets
     ]
-    states = make_states(grid.plan, buckets, groups, stages, options, device)
+    states, buckets_of = (
+        make_states(grid.plan, buckets, groups, stages, options, device),
+        _buckets_of(buckets),
+    )
     for module in modules.values():
-        _await_weights(module, states, _buckets_of(buckets))
+        _await_weights(module, states, buckets_of)
     return states
 
 

@@ -213,13 +213,16 @@ PORTS = range(10_000, 12_000)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of an address of this machine, free at the moment; of `PORTS` if it can be."""
+    """A TCP port of an address of this machine, free at the moment; of `PORTS` if it can be. Raises OSError
+    if the machine has no such address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    for port in (*random.sample(PORTS, 20), 0):
+    for port in random.sample(PORTS, 20):
         with suppress(OSError), socket.socket(family) as probe:
             probe.bind((address, port))
-            return probe.getsockname()[1]
-    raise OSError(f"{address}: no port is free")
+            return port
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
 
 
 def end_with_parent() -> None:
