@@ -6,10 +6,12 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 
@@ -193,7 +195,17 @@ def _start_all_at_the_end(self: GradReducer) -> None:
 
 def _start_before_the_last_backward(self: GradReducer, step: Step) -> None:
     if self._closing.get(step.stage) == step:
-        self._complete(lambda stage, name: stage == step.stage)
+        with patch.object(OwnedState, "start_grad_reduce", _start_with_a_copy):
+            self._complete(lambda stage, name: stage == step.stage)
+
+
+def _start_with_a_copy(self: OwnedState, start: Any = OwnedState.start_grad_reduce) -> None:
+    """Of the gradients as they are now: how much of what comes later is reduced too would be left to time."""
+    bucket = self._bucket
+    self._bucket = copy(bucket)
+    self._bucket.gradient = bucket.gradient.clone()
+    start(self)
+    self._bucket = bucket
 
 
 def _skip_activations(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
