@@ -28,7 +28,7 @@ from yuan_train.config.plan_constraints import load_plan, save_plan, validate_pl
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.unit_costs import logit_rows
-from yuan_train.planner.costs.workload import STATE_BYTES, has_flash, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, has_flash, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import search_plan
 from yuan_train.schedule.check import check_schedule
@@ -302,7 +302,7 @@ def _stage_bytes(
         micro_batch_size=pipeline.micro_batch_size,
         precision=problem.precision,
         logit_rows=logit_rows(device),
-        tensor_parallel=width,
+        group=TensorGroup(width),
         flash=has_flash(device),
     )
     state, layer = STATE_BYTES[problem.precision], work.layer

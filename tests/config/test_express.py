@@ -68,6 +68,7 @@ def test_a_renumbered_plan_is_the_same_plan() -> None:
         ("1x6: 6@0 / 1x2: 6@1", {}, "unequal shares of the batch"),
         ("1x8: 4@0 | 2@1", {"schedule": "zero_bubble"}, "schedule zero_bubble; megatron-core has 1f1b"),
         ("1x8: 4@0 | 2@1", {"schedule": "gpipe"}, "schedule gpipe"),
+        ("1x8: 4@0,1 | 2@2,3", {"sequence_parallel": True}, "sequence_parallel; megatron-core's norms"),
         ("1x8: 4@0 | 2@1", {"in_flight": [4, 1]}, "in_flight; megatron-core's schedule decides"),
         ("1x8: 4@0 | 2@1", {"optimizer_offload": [0.5, 0]}, "optimizer_offload; not written"),
         (

@@ -292,6 +292,13 @@ def test_optimizer_shares_need_optimizer_sharding(tmp_path: Path) -> None:
     )
 
 
+def test_tokens_are_divided_by_tensor_parallel_groups(tmp_path: Path) -> None:
+    divided = PLAN.replace("optimizer_sharding: true", "optimizer_sharding: true\nsequence_parallel: true")
+    assert load(tmp_path, divided).sequence_parallel and not load(tmp_path, PLAN).sequence_parallel
+    alone = divided.replace("[[0, 1]]", "[[0], [1]]")
+    assert "sequence_parallel: true, but no stage is a tensor-parallel group" in refusal(tmp_path, alone)
+
+
 def test_a_tensor_parallel_group_shares_a_backend(tmp_path: Path) -> None:
     mixed = PLAN.replace("a100-0/1, type: A100-80G", "amd-0/0, type: MI300X")
     reported = refusal(tmp_path, mixed)

@@ -12,7 +12,7 @@ from tests.support.project import make_project, parse_plan, read_metrics, run_co
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import ConfigError
 from yuan_train.models import dropout
-from yuan_train.models.dropout import DropoutSeed, hashes, hidden_dropout
+from yuan_train.models.dropout import DropoutSeed, Tokens, hashes, hidden_dropout
 
 RATES = (0.1, 0.5)
 COUNT = 1 << 18
@@ -61,12 +61,18 @@ def test_masks_look_independent(rate: float) -> None:
 
 def test_a_sample_has_its_mask_in_any_micro_batch() -> None:
     x = torch.ones(4, 8, 16, dtype=torch.float64)
-    together = hidden_dropout(x, "attention", rate=0.3, dropout_seed=DropoutSeed(5, 10), layer=1)
+
+    def drop(x: torch.Tensor, sample: int, tokens: Tokens) -> torch.Tensor:
+        seed = DropoutSeed(5, 10 + sample)
+        return hidden_dropout(x, "attention", rate=0.3, dropout_seed=seed, layer=1, tokens=tokens)
+
+    together = drop(x, 0, Tokens(0, 8))
     for sample in range(4):
-        alone = hidden_dropout(
-            x[:1], "attention", rate=0.3, dropout_seed=DropoutSeed(5, 10 + sample), layer=1
-        )
-        assert torch.equal(alone[0], together[sample])
+        assert torch.equal(drop(x[:1], sample, Tokens(0, 8))[0], together[sample])
+    # And so has each part of the tokens, of one sample or of several, the last one padded.
+    for first, last in ((0, 3), (5, 8), (6, 19), (27, 34)):
+        part = drop(torch.ones(last - first, 16, dtype=torch.float64), 0, Tokens(first, 8))
+        assert torch.equal(part[: 32 - first], together.flatten(0, 1)[first:last])
     assert set(together.unique().tolist()) == {0.0, 1 / (1 - 0.3)}
 
 
@@ -74,7 +80,9 @@ def test_the_gradient_has_the_mask_of_the_forward() -> None:
     x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def drop(x: torch.Tensor) -> torch.Tensor:
-        return hidden_dropout(x, "feed_forward", rate=0.5, dropout_seed=DropoutSeed(1, 0), layer=0)
+        return hidden_dropout(
+            x, "feed_forward", rate=0.5, dropout_seed=DropoutSeed(1, 0), layer=0, tokens=Tokens(0, 3)
+        )
 
     assert torch.autograd.gradcheck(drop, (x.requires_grad_(),))
     # The upstream gradient may be permuted in memory.
@@ -92,6 +100,7 @@ PLANS: dict[str, dict] = {
     "mixed pipelines, micro-batches and widths": {"text": "1x4: 2@0,1 | 4@2 / 2x2: 6@3"},
     "full recompute": {"text": "1x8: 2@0 | 4@1", "recompute": "full"},
     "selective recompute": {"text": "2x4: 6@0", "recompute": "selective"},
+    "tokens divided": {"text": "2x4: 2@0,1 | 4@2,3 full", "sequence_parallel": True},
 }
 OVERRIDES = ("train.precision=fp64", "train.steps=2", "validation.every=2", "model.hidden_dropout=0.2")
 

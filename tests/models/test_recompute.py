@@ -14,8 +14,8 @@ from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import tensor
 from yuan_train.parallel.apply import apply_expert_parallel
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
-from yuan_train.parallel.tensor import ShardSpec, shard_parameters
-from yuan_train.planner.costs.workload import model_work
+from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
+from yuan_train.planner.costs.workload import TensorGroup, model_work
 
 MODEL = ModelConfig(
     name="toy",
@@ -56,9 +56,7 @@ def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_la
 )
 def test_kept_bytes_equal_the_planners(variant, precision, recompute, layers):
     model = tiny_model(variant)
-    work = model_work(
-        model, sequence_length=48, micro_batch_size=2, precision=precision, logit_rows=48, tensor_parallel=1
-    )
+    work = model_work(model, sequence_length=48, micro_batch_size=2, precision=precision, logit_rows=48)
     count = 4 if layers is None else layers
     expected = count * work.layer.kept_bytes(recompute) + (4 - count) * work.layer.kept_bytes("none")
     # The rotary tables, cosine and sine, are computed once for all layers.
@@ -85,6 +83,35 @@ def test_kept_bytes_of_adapters_on_a_frozen_base(variant, recompute):
     assert trained == 4 * work.layer.trained == sum(model.trained_unit_parameters)
     for whole, halves in (("parameters", work.halves), ("trained", work.halves)):
         assert sum(getattr(half, whole) for half in halves) == getattr(work.layer, whole)
+
+
+@pytest.mark.parametrize("variant", ["yuan", "yuan-plain", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_kept_bytes_of_a_rank_of_a_tensor_parallel_group(variant, recompute, divided, monkeypatch):
+    """As one of two that have the whole hidden state each, or a part of its tokens between products."""
+    model = tiny_model(variant)
+    part = Transformer(model, embedding=False, head=False, recompute=recompute, device="meta")
+    spec = ShardSpec(*sharding_of(model), index=1, count=2, splits_tokens=divided)
+    shard_parameters(part, spec, device=torch.device("cpu"))
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    apply_tensor_parallel(part, spec, None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(tensor, "_run_beside", lambda *_: None)
+    hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
+    kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
+    work = model_work(
+        model,
+        sequence_length=48,
+        micro_batch_size=2,
+        precision="fp32",
+        logit_rows=48,
+        group=TensorGroup(2, divided),
+    )
+    tables = 48 * model.rotary_size * 4
+    # What comes out is whole; without a division it is as large as the input, which is not counted.
+    whole = hidden_BSH.nbytes if divided else 0
+    assert kept == 4 * work.layer.kept_bytes(recompute) + tables + whole
 
 
 @pytest.mark.parametrize("held", [0, 1, 3])

@@ -27,6 +27,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "optimizer_share": [1, 3, 7, 1],
     },
     "zero bubble in a wide V": {"text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1", "schedule": "zero_bubble"},
+    "tokens divided": {"text": "1x8: 3@0,1 selective | 3@2,3", "sequence_parallel": True},
 }
 STEPS = 3
 OVERRIDES = ("train.precision=fp64", f"train.steps={STEPS}", "optimizer.bucket_size=1")

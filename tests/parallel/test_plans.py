@@ -72,6 +72,23 @@ PLANS: dict[str, dict] = {
         "optimizer_sharding": True,
         "optimizer_share": [1, 3, 7, 1],
     },
+    "tokens divided": {
+        "text": "1x4: 2.5@0,1 selective | 3.5@2 / 2x2: 1@3,4 full:1 | 2@5 | 3@3,4",
+        "schedule": "interleaved_1f1b",
+        "sequence_parallel": True,
+        "optimizer_sharding": True,
+    },
+    "tokens divided, zero bubble": {
+        "text": "1x8: 2@0,1 selective:1 | 4@2,3",
+        "schedule": "zero_bubble",
+        "sequence_parallel": True,
+    },
+    "tokens divided, activations on hosts": {
+        "text": "1x8: 2@0,1 selective:1 | 4@2,3",
+        "sequence_parallel": True,
+        "activation_offload": [2, 3],
+        "resident_parts": [4, 6],
+    },
     "half layers": {"text": "1x8: 2.5@0,1 | 1@2 | 0.5@3 | 2@4"},
     "half layers beside whole ones": {
         "text": "1x4: 2.5@0,1 | 3.5@2 / 1x4: 3@3 | 0.5@4 | 2.5@5",
@@ -105,6 +122,7 @@ FP32_TOO = (
     "wide, narrow, wide",
     "interleaved, uneven",
     "sharded state of different widths",
+    "tokens divided",
 )
 STEPS = 2
 """The second one has the loss after an update; what it leaves is compared too."""
@@ -200,6 +218,7 @@ CONTROLS = {
     "unequal shares": "sharded_grad_reduce",
     "unequal shares of replicas": "sharded_weight_sync",
     "two zero-bubble pipelines in Vs": "complete_gradients",
+    "tokens divided": "token_reduce_scatter",
 }
 
 
@@ -216,6 +235,34 @@ def test_without_a_synchronisation_the_result_differs(run_file: Path, tmp_path: 
     for name, case in cases.items():
         ours = read_metrics(case.folder)
         assert max(difference(ours, curve, key) for key in ("loss", "grad_norm")) > 1e-4, name
+
+
+def test_norms_that_meet_a_part_of_the_tokens_need_the_others_gradients(
+    run_file: Path, tmp_path: Path
+) -> None:
+    """Their weights show it: of the loss and the norm of all gradients they are too small a part."""
+    run = run_config(run_file, *overrides("fp64"))
+    name, folders = "tokens divided, zero bubble", {"": tmp_path / "on", "head_norm_reduce": tmp_path / "off"}
+    alone = Case(run_file, tmp_path / "alone", None, overrides("fp64", tmp_path / "alone ck"))
+    run_alone(alone)
+    run_cases(
+        [
+            Case(
+                run_file,
+                folder,
+                parse_plan(run, **PLANS[name]),
+                overrides("fp64", folder / "ck"),
+                without=key,
+            )
+            for key, folder in folders.items()
+        ]
+    )
+    wanted, both = weights_in(tmp_path / "alone ck"), [weights_in(f / "ck") for f in folders.values()]
+    norms = [key for key in wanted if key.startswith("weights.layers.") and key.endswith("norm.weight")]
+    assert len(norms) == 18
+    for key in [*norms, "weights.layers.0.filter.conv2.bias"]:
+        whole, half = (float((found[key] - wanted[key]).abs().max()) for found in both)
+        assert whole < 1e-9 and half > 1e-5, key
 
 
 OVERLAPPED = (
@@ -382,6 +429,7 @@ def valid_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
         "text": text,
         "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zero_bubble"])),
         "optimizer_sharding": sharded,
+        "sequence_parallel": "," in text and draw(st.booleans()),
         "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         "optimizer_share": draw(shares) if sharded else [1] * num_stages,
     }

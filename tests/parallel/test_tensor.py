@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,17 +13,36 @@ import torch.distributed as dist
 from yuan_kernels import ops
 
 from tests.support.models import VARIANTS, tiny_model
+from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import CATALOGUE
+from yuan_train.config.model import ModelConfig
+from yuan_train.models.recompute import SAVE_ALL
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import tensor
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.shard import sharding_style
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel
-from yuan_train.planner.costs.unit_costs import card_costs
+from yuan_train.planner.costs.unit_costs import UnitCost, card_costs
+from yuan_train.planner.costs.workload import TensorGroup
 
 
-class Counter:
+def layer_cost(model: ModelConfig, recompute: Any, group: TensorGroup = TensorGroup()) -> UnitCost:  # noqa: B008
+    costs = card_costs(
+        model,
+        sequence_length=8,
+        micro_batch_size=1,
+        precision="fp32",
+        recompute=recompute,
+        type_name="A100-80G",
+        device=CATALOGUE["A100-80G"],
+        profile=None,
+        group=group,
+    )
+    return costs.units[1]
+
+
+class Reduced:
     """Counts all-reduces instead of making them."""
 
     def __init__(self) -> None:
@@ -50,7 +70,7 @@ SHARED = [
 def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
     variant: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = Counter()
+    counter = Reduced()
     monkeypatch.setattr(tensor, "_all_reduce", counter)
     model = tiny_model(variant)
     part = Transformer(model, layers=(0, 2), embedding=False, head=False, recompute=recompute)
@@ -58,17 +78,7 @@ def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
     alone = Transformer(model, layers=(0, 2), embedding=False, head=False)
     init_weights(alone, seed=0)
     apply_tensor_parallel(part, ShardSpec(*sharding_of(model)), group=None)  # pyright: ignore[reportArgumentType]
-    costs = card_costs(
-        model,
-        sequence_length=8,
-        micro_batch_size=1,
-        precision="fp32",
-        recompute=recompute,
-        type_name="A100-80G",
-        device=CATALOGUE["A100-80G"],
-        profile=None,
-    )
-    layer = costs.units[1]
+    layer = layer_cost(model, recompute)
     inputs = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
     for _ in range(2):
         hidden = inputs.clone().requires_grad_()
@@ -81,6 +91,67 @@ def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
         alone(hidden_alone).square().sum().backward()
         assert hidden.grad is not None and hidden_alone.grad is not None
         torch.testing.assert_close(hidden.grad, hidden_alone.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", SHARED)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layer_of_divided_tokens_makes_the_collectives_that_the_planner_prices(
+    variant: str, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counter[str]()
+
+    def copy(name: str) -> Any:
+        def run(into: torch.Tensor, source: torch.Tensor, **_: Any) -> None:
+            counts[name] += 1
+            into.copy_(source)
+
+        return run
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0])
+    monkeypatch.setattr(tensor, "_ALL_GATHER", copy("gather"))
+    monkeypatch.setattr(tensor, "_REDUCE_SCATTER", copy("scatter"))
+    model = tiny_model(variant)
+    part = Transformer(model, layers=(0, 2), embedding=False, head=False, recompute=recompute)
+    init_weights(part, seed=0)
+    alone = Transformer(model, layers=(0, 2), embedding=False, head=False)
+    init_weights(alone, seed=0)
+    spec = ShardSpec(*sharding_of(model), splits_tokens=True)
+    apply_tensor_parallel(part, spec, group=None)  # pyright: ignore[reportArgumentType]
+    layer = layer_cost(model, recompute, TensorGroup(2, divides_tokens=True))
+    hidden, hidden_alone = (torch.ones(1, 8, 64).cumsum(-1).requires_grad_() for _ in range(2))
+    output = part(hidden)
+    # One more gathers what the part gives, and in the backward the gradient of what it was given.
+    assert counts == {"scatter": 2 * layer.forward_collectives, "gather": 2 * layer.forward_collectives + 1}
+    counts.clear()
+    output.square().sum().backward()
+    gathered = layer.backward_collectives + layer.gathered_again
+    assert counts == {"scatter": 2 * layer.backward_collectives, "gather": 2 * gathered + 1}
+    alone(hidden_alone).square().sum().backward()
+    assert hidden.grad is not None and hidden_alone.grad is not None
+    torch.testing.assert_close(hidden.grad, hidden_alone.grad, rtol=1e-5, atol=1e-5)
+
+
+def _divide_odd_tokens(rank: int, port: int) -> None:
+    as_rank(rank, 3, port)
+    dist.init_process_group("gloo")
+    group = cast(dist.ProcessGroup, dist.group.WORLD)
+    layout = tensor._SplitLayout(group, None, index=rank, count=3)  # pyright: ignore[reportPrivateUsage]
+    x_BSH = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    own = layout.split(x_BSH)
+    assert own.shape == (4, 4) and layout.tokens(own, 5) == (4 * rank, 5)
+    u_BSH = layout.gather(own, 5, SAVE_ALL)
+    assert torch.equal(u_BSH, x_BSH)
+    summed = layout.reduce((1 + rank) * u_BSH, own)
+    whole = layout.join(summed, x_BSH.shape)
+    assert torch.allclose(whole, 6 * x_BSH)
+    (whole * x_BSH.detach()).sum().backward()
+    assert x_BSH.grad is not None and torch.allclose(x_BSH.grad, 6 * x_BSH)
+    dist.destroy_process_group()
+
+
+def test_tokens_that_do_not_divide_are_padded() -> None:
+    """Ten of them on three ranks."""
+    spawn(_divide_odd_tokens, 3, free_port())
 
 
 class Reductions:

@@ -106,6 +106,7 @@ def parse_plan(
     *,
     schedule: str = "1f1b",
     optimizer_sharding: bool = False,
+    sequence_parallel: bool = False,
     recompute: str = "none",
     **stage_keys: Sequence[Any],
 ) -> Plan:
@@ -151,6 +152,7 @@ def parse_plan(
         global_batch_size=run.train.global_batch_size,
         schedule=schedule,  # pyright: ignore[reportArgumentType]
         optimizer_sharding=optimizer_sharding,
+        sequence_parallel=sequence_parallel,
         ranks=tuple(RankPlan(rank=i, device=f"card/{i}", type="card") for i in range(world_size)),
         pipelines=tuple(pipelines),
     )

@@ -144,6 +144,7 @@ def disabled(key: str) -> Iterator[None]:
         "expert_all_reduce": (apply, "reduce_from_tp", lambda part, group: part),
         "head_norm_reduce": (apply, "reduce_partial", lambda *a: None),
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
+        "token_reduce_scatter": (tensor, "_REDUCE_SCATTER", _keep_own_tokens),
         "norm_all_reduce": (tensor.dist, "all_reduce", _skip_norm(tensor.dist.all_reduce)),
         "inductor": (compiled, "BACKEND", "aot_eager"),
         "tensor_broadcast": (transport.GroupTransport, "broadcast", _keep_own_tensor),
@@ -185,6 +186,12 @@ def _keep_own_tensor(self: transport.GroupTransport, tensor: torch.Tensor, root:
     if torch.distributed.get_rank() != root:
         tensor.zero_()
     return self._pending(None, (tensor,), what)
+
+
+def _keep_own_tokens(own: torch.Tensor, whole: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+    """The part that this rank would get, of its own sum alone."""
+    own.copy_(whole.chunk(group.size())[group.rank()])
+    return SimpleNamespace(wait=lambda: None)
 
 
 def _start_all_at_the_end(self: GradReducer) -> None:

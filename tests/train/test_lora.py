@@ -41,7 +41,11 @@ PLANS: dict[str, dict[str, Any]] = {
         "optimizer_sharding": True,
         "optimizer_share": [1, 3, 7, 1],
     },
-    "zero bubble in a wide V": {"text": "1x8: 1@0,1 | 2@2 | 2@2 | 1@0,1", "schedule": "zero_bubble"},
+    "zero bubble in a wide V": {
+        "text": "1x8: 1@0,1 | 2@2 | 2@2 selective | 1@0,1 selective",
+        "schedule": "zero_bubble",
+        "sequence_parallel": True,
+    },
     "ends alone": {"text": "1x4: 0@0 | 6@1,2 full | 0@3 / 1x4: 3.5@4 | 2.5@5", "optimizer_sharding": True},
 }
 STEPS = 3

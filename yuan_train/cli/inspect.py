@@ -186,6 +186,7 @@ def inspect_plan(path: Path) -> Facts:
         "global_batch_size": plan.global_batch_size,
         "schedule": plan.schedule,
         "optimizer_sharding": plan.optimizer_sharding,
+        "sequence_parallel": plan.sequence_parallel,
         "world_size": plan.world_size,
         "pipelines": len(plan.pipelines),
         "stages": [

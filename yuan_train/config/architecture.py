@@ -111,6 +111,9 @@ class SublayerWork:
     selective_replicated: Kept
     """Of `replicated`, what is kept under selective recompute; so the next."""
     selective_sharded: Kept
+    gathered: int = 0
+    """Elements of `replicated` that products read: kept in full without recompute where the rest of it is
+    divided too (sequence parallelism), and gathered again with it."""
     shifted: int = 0
     """Elements that pass through memory beside those kept."""
     recomputed: int

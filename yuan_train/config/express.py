@@ -125,6 +125,8 @@ def plan_reasons(plan: Plan) -> Iterator[str]:
         yield "pipelines that are cut unlike each other; megatron-core has one cut for all"
     if len({(p.micro_batch_size, p.num_micro_batches) for p in plan.pipelines}) > 1:
         yield "pipelines with unequal shares of the batch; megatron-core gives all the same"
+    if plan.sequence_parallel:
+        yield "sequence_parallel; megatron-core's norms on CPUs do not divide tokens"
     yield from _stage_reasons(stages)
     yield from _schedule_reasons(plan)
     yield from _expert_reasons(plan, widths)

@@ -273,6 +273,9 @@ class Plan:
     """The order of forwards and backwards in every pipeline."""
     optimizer_sharding: bool = False
     """The owners of the same layers divide their optimizer state (ZeRO-1)."""
+    sequence_parallel: bool = False
+    """The ranks of a tensor-parallel group divide the tokens between the matrix products of a layer: each
+    keeps less for the backward, and norms take less time. Not where cards share experts."""
     ranks: Annotated[tuple[RankPlan, ...], MinLen(1)]
     """The processes, by number."""
     pipelines: Annotated[tuple[PipelinePlan, ...], MinLen(1)]

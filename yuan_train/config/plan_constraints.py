@@ -43,10 +43,18 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
         for violation in itertools.chain(*checks):
             yield replace(violation, path=("pipelines", p, *violation.path))
     yield from _expert_constraints(plan)
+    yield from _token_constraints(plan)
     if plan.model.lora is not None:
         for other, path, shown in features_planned(plan):
             for conflict in excluded_by([("lora", (), "")]).get(other, ()):
                 yield Violation(path, f"{shown} {conflict.why} (lora); leave this out")
+
+
+def _token_constraints(plan: Plan) -> Iterator[Violation]:
+    """Cards that share experts, or that have no group, have nothing that divides the tokens."""
+    widths = {len(stage.replicas[0]) for pipeline in plan.pipelines for stage in pipeline.stages}
+    if plan.sequence_parallel and (widths == {1} or divides_experts(plan)):
+        yield Violation(("sequence_parallel",), "true, but no stage is a tensor-parallel group; leave it out")
 
 
 def _batch_constraints(plan: Plan) -> Iterator[Violation]:
@@ -315,6 +323,8 @@ def features_planned(plan: Plan) -> Iterator[Used]:
     """The features in `CONFLICTS` that a plan uses, each with its place and a word for it there."""
     if plan.schedule == "zero_bubble":
         yield "zero_bubble", ("schedule",), "zero_bubble"
+    if plan.sequence_parallel:
+        yield "sequence_parallel", ("sequence_parallel",), "true"
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             path = ("pipelines", p, "stages", s)

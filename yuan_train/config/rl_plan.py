@@ -304,6 +304,8 @@ def _untrained(path: tuple[str, ...], plan: Plan) -> Iterator[Violation]:
     idle = "which this role does not do; leave it out"
     if plan.optimizer_sharding:
         yield Violation((*path, "optimizer_sharding"), f"true: optimizer steps, {idle}")
+    if plan.sequence_parallel:
+        yield Violation((*path, "sequence_parallel"), f"true: less for backwards, {idle}")
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             where = (*path, "pipelines", p, "stages", s)

@@ -312,6 +312,8 @@ class SearchConfig:
     """Replicas per stage; None: 1, and on few cards without a profile also 2."""
     optimizer_sharding: tuple[bool, ...] | None = None
     """Whether the owners of the same layers divide their optimizer state (ZeRO-1)."""
+    sequence_parallel: Annotated[tuple[bool, ...], MinLen(1)] = (False,)
+    """Whether tensor-parallel groups divide the tokens between products; [false, true] searches both."""
     recompute: Annotated[tuple[Recompute, ...], MinLen(1)] | None = None
     """What is computed again in the backward in place of being kept."""
     schedule: Annotated[tuple[ScheduleName, ...], MinLen(1)] | None = None
@@ -615,7 +617,7 @@ class Conflict:
     """Two features that one run cannot have; runs, searches, plans and docs/troubleshooting.md read it."""
 
     feature: str
-    """Of the run: `train.compile` or `lora`."""
+    """Of the run: `train.compile`, `lora` or `megatron`."""
     other: str
     """Of the run, of what its search may use, or of its plan."""
     why: str
@@ -647,6 +649,7 @@ CONFLICTS = (
         "offload: parameters",
         "moves weights, and a compiled layer expects them where they were",
     ),
+    Conflict("megatron", "sequence_parallel", "is not asked of megatron-core"),
     Conflict("lora", "megatron", "trains no adapters"),
     Conflict("lora", "half_layers", "cuts layers in half, which those with adapters are not yet"),
     Conflict("lora", "offload: optimizer", _ON_HOSTS),
@@ -655,7 +658,11 @@ CONFLICTS = (
     Conflict("lora", "offload: disk", _ON_HOSTS),
 )
 """What excludes what."""
-TURN_OFF = {"train.compile": "set train.compile: false", "lora": "train without adapters (lora)"}
+TURN_OFF = {
+    "train.compile": "set train.compile: false",
+    "lora": "train without adapters (lora)",
+    "megatron": "set engine: yuan",
+}
 """How a run goes without a feature."""
 
 Used = tuple[str, tuple[str | int, ...], str]
@@ -684,6 +691,8 @@ def features_searched(search: SearchConfig) -> Iterator[Used]:
         yield "tensor", ("search", "tensor"), str(list(search.tensor))
     if search.half_layers:
         yield "half_layers", ("search", "half_layers"), "true"
+    if True in search.sequence_parallel:
+        yield "sequence_parallel", ("search", "sequence_parallel"), "true"
     if "megatron" in (search.engine or ()):
         yield "megatron", ("search", "engine"), "megatron"
     for tier in search.offload or ():

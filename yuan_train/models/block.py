@@ -14,14 +14,46 @@ from torch import Tensor, nn
 from yuan_train.config.architecture import half_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.attention import DocumentRanges, LayerCache, SelfAttention
+from yuan_train.models.dropout import Tokens
 from yuan_train.models.experts import Experts, Router
 from yuan_train.models.layers import FeedForward, LocalizedFilter, RMSNorm
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 from yuan_train.models.rotary import RotaryTables
 
-Drop = Callable[[Tensor, str], Tensor]
-"""The dropout of a layer: of x [B, S, H] at a site."""
+Drop = Callable[[Tensor, str, Tokens], Tensor]
+"""The dropout of a layer: of x, its site and which tokens x is."""
 Half = Literal["attention", "feed_forward"]
+
+
+class HiddenLayout:
+    """How a layer's hidden states lie between its matrix products: here whole, on one rank.
+
+    Tensor parallelism has another: each rank the same whole ones, or (sequence parallelism, Korthikanti et
+    al. 2022) a part of the tokens, [T', H].
+    """
+
+    def split(self, x_BSH: Tensor) -> Tensor:
+        """The hidden state before the first layer, as it lies between products."""
+        return x_BSH
+
+    def join(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """What comes after the last layer, whole: of `shape` [B, S, H]."""
+        return x
+
+    def gather(self, u: Tensor, length: int, policy: RecomputePolicy) -> Tensor:
+        """[B, S, H]: the input of matrix products, of sequences of `length` tokens."""
+        return u
+
+    def reduce(self, y_BSH: Tensor, like: Tensor) -> Tensor:
+        """The output of matrix products, to be added to a residual and lying as that does."""
+        return y_BSH
+
+    def tokens(self, x: Tensor, length: int) -> Tokens:
+        """Which tokens x is, of sequences of `length` tokens."""
+        return Tokens(0, length)
+
+
+WHOLE = HiddenLayout()
 
 
 class Block(nn.Module):
@@ -32,6 +64,7 @@ class Block(nn.Module):
 
     recomputes_itself = False
     """A compiled block does: what it saves for the backward is decided where it is compiled."""
+    layout: HiddenLayout = WHOLE
 
     def __init__(
         self,
@@ -67,43 +100,50 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x_BSH: Tensor,
+        x: Tensor,
         rotary: RotaryTables,
         document_start: Tensor | None = None,
         document_ranges: DocumentRanges | None = None,
         policy: RecomputePolicy = SAVE_ALL,
         drop: Drop | None = None,
     ) -> Tensor:
-        """Return [B, S, H] of x [B, S, H]: of both halves, or of the one that is held.
+        """Return the hidden state after x, which lies as x does (`HiddenLayout`): of both halves, or of the
+        one that is held.
 
-        `drop(branch, site)` is the dropout, applied to both branches before they are added to the residual;
-        `site` is `attention` or `feed_forward`.
+        `drop(branch, site, tokens)` is the dropout, applied to both branches before they are added to the
+        residual; `site` is `attention` or `feed_forward`.
         """
+        length = rotary.cos.shape[1]
         if self.half == "feed_forward":
-            u_BSH = self.feed_forward_norm(x_BSH)
+            u = self.feed_forward_norm(x)
         else:
-            attended_BSH = self._attend(x_BSH, rotary, document_start, document_ranges, policy)
+            attended = self._attend(x, rotary, document_start, document_ranges, policy)
             if drop is not None:
-                attended_BSH = drop(attended_BSH, "attention")
+                attended = drop(attended, "attention", self.layout.tokens(x, length))
             if self.half == "attention":
-                return x_BSH + attended_BSH
-            policy.enter_half(attended_BSH)
-            u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
-        policy.mark_recomputable(u_BSH, self.feed_forward_norm, x_BSH)
-        ffn_BSH = self._transform(u_BSH, policy)
-        return x_BSH + (ffn_BSH if drop is None else drop(ffn_BSH, "feed_forward"))
+                return x + attended
+            policy.enter_half(attended)
+            u, x = self.feed_forward_norm.add(attended, x)
+        policy.mark_recomputable(u, self.feed_forward_norm, x)
+        ffn_BSH = self._transform(self.layout.gather(u, length, policy), policy)
+        ffn = self.layout.reduce(ffn_BSH, x)
+        return x + (ffn if drop is None else drop(ffn, "feed_forward", self.layout.tokens(x, length)))
 
     def _attend(
         self,
-        x_BSH: Tensor,
+        x: Tensor,
         rotary: RotaryTables,
         document_start: Tensor | None,
         document_ranges: DocumentRanges | None,
         policy: RecomputePolicy,
     ) -> Tensor:
-        u_BSH = policy.mark_recomputable(self.attention_norm(x_BSH), self.attention_norm, x_BSH)
-        filtered_BSH = u_BSH if self.filter is None else self.filter(u_BSH, document_start, policy)
-        return self.attention(u_BSH, filtered_BSH, rotary, document_ranges)
+        layout, length = self.layout, rotary.cos.shape[1]
+        u = policy.mark_recomputable(self.attention_norm(x), self.attention_norm, x)
+        u_BSH = filtered_BSH = layout.gather(u, length, policy)
+        if self.filter is not None:
+            filtered = self.filter(u_BSH, document_start, policy, residual=u)
+            filtered_BSH = layout.gather(filtered, length, policy)
+        return layout.reduce(self.attention(u_BSH, filtered_BSH, rotary, document_ranges), x)
 
     def step(
         self,
@@ -123,8 +163,8 @@ class Block(nn.Module):
             assert cache.filter_state is not None
             filtered_BSH, cache.filter_state = self.filter.step(u_BSH, cache.filter_state, document_start)
         attended_BSH = self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
-        u_BSH, x_BSH = self.feed_forward_norm.add(attended_BSH, x_BSH)
-        return x_BSH + self._transform(u_BSH)
+        u_BSH, x_BSH = self.feed_forward_norm.add(self.layout.reduce(attended_BSH, x_BSH), x_BSH)
+        return x_BSH + self.layout.reduce(self._transform(u_BSH), x_BSH)
 
     def _transform(self, u_BSH: Tensor, policy: RecomputePolicy = SAVE_ALL) -> Tensor:
         """The feed-forward, or the experts that the router chooses, of the norm's output."""

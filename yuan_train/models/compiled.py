@@ -24,7 +24,7 @@ from yuan_kernels import ops
 
 from yuan_train.models.attention import DocumentRanges
 from yuan_train.models.block import Block
-from yuan_train.models.dropout import LayerDropout, traceable_dropout
+from yuan_train.models.dropout import LayerDropout, Tokens, traceable_dropout
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 from yuan_train.models.rotary import RotaryTables
 from yuan_train.models.transformer import Transformer
@@ -100,7 +100,7 @@ def _run_block(
     return cast(Tensor, checkpoint(run, x_BSH, use_reentrant=False, preserve_rng_state=False, **options))
 
 
-def _drop(rate: float, keys: dict[str, Tensor], x_BSH: Tensor, site: str) -> Tensor:
+def _drop(rate: float, keys: dict[str, Tensor], x_BSH: Tensor, site: str, _: Tokens) -> Tensor:
     return traceable_dropout(x_BSH, rate, keys[site])
 
 

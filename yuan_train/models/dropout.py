@@ -10,8 +10,9 @@ B = sequences, S = tokens of a sequence, H = hidden size.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,15 @@ Keys = tuple[int, int, int]
 
 SITES = ("attention", "feed_forward")
 """The sites of a layer: its two branches."""
+
+
+class Tokens(NamedTuple):
+    """Which tokens of a micro-batch a hidden state is: all from the first on, or some in the middle."""
+
+    first: int
+    """Its first token, counted through all samples."""
+    length: int
+    """Tokens of a sample."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,10 @@ class LayerDropout:
     layer: int
     """Global number of the layer."""
 
-    def __call__(self, x_BSH: Tensor, site: str) -> Tensor:
+    def __call__(self, x: Tensor, site: str, tokens: Tokens) -> Tensor:
         """`hidden_dropout` of this layer."""
-        return hidden_dropout(x_BSH, site, rate=self.rate, dropout_seed=self.dropout_seed, layer=self.layer)
+        rate, seed = self.rate, self.dropout_seed
+        return hidden_dropout(x, site, rate=rate, dropout_seed=seed, layer=self.layer, tokens=tokens)
 
     def key_tensors(self, x_BSH: Tensor) -> dict[str, Tensor]:
         """By site, the hash keys of x's samples: int64 [rounds, B, 1] on x's device."""
@@ -74,13 +85,17 @@ class LayerDropout:
         return dict(zip(SITES, keys_3B1, strict=True))
 
 
-def hidden_dropout(x_BSH: Tensor, site: str, *, rate: float, dropout_seed: DropoutSeed, layer: int) -> Tensor:
-    """Return x with a fraction `rate` of its elements zeroed, and the others divided by 1 - rate.
+def hidden_dropout(
+    x: Tensor, site: str, *, rate: float, dropout_seed: DropoutSeed, layer: int, tokens: Tokens
+) -> Tensor:
+    """Return x [..., H] with a fraction `rate` of its elements zeroed, and the others divided by 1 - rate.
 
     `layer` is the global number of the layer, `site` a name that is unique within it.
     """
-    keys = tuple(dropout_seed.keys(sample, layer, site) for sample in range(x_BSH.shape[0]))
-    return _Dropout.apply(x_BSH, rate, keys)  # pyright: ignore[reportReturnType]
+    first, length = tokens
+    samples = range(first // length, -(-(first + x.shape[:-1].numel()) // length))
+    keys = {sample: dropout_seed.keys(sample, layer, site) for sample in samples}
+    return _Dropout.apply(x, rate, keys, tokens)  # pyright: ignore[reportReturnType]
 
 
 def traceable_dropout(x_BSH: Tensor, rate: float, keys_3B1: Tensor) -> Tensor:
@@ -109,15 +124,17 @@ def hashes(count: int, keys: Keys | Tensor, *, first: int = 0, device: torch.dev
     return x.bitwise_xor_(x >> _LAST_SHIFT)
 
 
-def _drop(x_BSH: Tensor, rate: float, keys: tuple[Keys, ...]) -> Tensor:
+def _drop(x: Tensor, rate: float, keys: Mapping[int, Keys], tokens: Tokens) -> Tensor:
     """Apply the masks sample by sample: the hashes, 8 bytes per element, exist for one sample at a time."""
-    dropped_BSH = torch.empty_like(x_BSH, memory_format=torch.contiguous_format)
-    threshold = _threshold(rate)
-    for sample, out, key in zip(x_BSH, dropped_BSH, keys, strict=True):
-        torch.mul(
-            sample, (hashes(sample.numel(), key, device=x_BSH.device) >= threshold).view_as(sample), out=out
-        )
-    return dropped_BSH.mul_(1 / (1 - rate))
+    dropped = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows_TH, out_TH, hidden = x.flatten(0, -2), dropped.view(-1, x.shape[-1]), x.shape[-1]
+    for sample, key in keys.items():
+        start = sample * tokens.length - tokens.first
+        own = slice(max(start, 0), start + tokens.length)
+        rows, skipped = rows_TH[own], max(-start, 0) * hidden
+        kept = hashes(rows.numel(), key, first=skipped, device=x.device) >= _threshold(rate)
+        torch.mul(rows, kept.view_as(rows), out=out_TH[own])
+    return dropped.mul_(1 / (1 - rate))
 
 
 def _threshold(rate: float) -> int:
@@ -127,10 +144,10 @@ def _threshold(rate: float) -> int:
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSH: Tensor, rate: float, keys: tuple[Keys, ...]) -> Tensor:
-        ctx.rate, ctx.keys = rate, keys
-        return _drop(x_BSH, rate, keys)
+    def forward(ctx: Any, x: Tensor, rate: float, keys: Mapping[int, Keys], tokens: Tokens) -> Tensor:
+        ctx.arguments = rate, keys, tokens
+        return _drop(x, *ctx.arguments)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _drop(gradients[0], ctx.rate, ctx.keys), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _drop(gradients[0], *ctx.arguments), None, None, None

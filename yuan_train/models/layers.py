@@ -121,8 +121,8 @@ class LocalizedFilter(nn.Module):
     """f = RMSNorm(filter(u) + u) over the tokens t-2, t-1, t of a sequence.
 
     `convolve` and `convolve_step` contain all that depends on the H/2 channels. Tensor parallelism shards the
-    channels and replaces `convolve` by a function that all-reduces the partial results; residual and norm
-    stay as they are. `convolution` is the op itself; a split backward, which defers weight gradients,
+    channels and replaces `convolve` by a function that reduces the partial results; residual and norm stay
+    as they are. `convolution` is the op itself; a split backward, which defers weight gradients,
     replaces it.
     """
 
@@ -135,11 +135,18 @@ class LocalizedFilter(nn.Module):
         self.convolution = ops.localized_filter
 
     def forward(
-        self, u_BSH: Tensor, document_start: Tensor | None = None, policy: RecomputePolicy = SAVE_ALL
+        self,
+        u_BSH: Tensor,
+        document_start: Tensor | None = None,
+        policy: RecomputePolicy = SAVE_ALL,
+        *,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """Return f [B, S, H]; `document_start` bool [B, S] or None."""
-        f_BSH, sum_BSH = self.norm.add(self.convolve(u_BSH, document_start), u_BSH)
-        return policy.mark_recomputable(f_BSH, self.norm, sum_BSH)
+        """Return f, which lies as `residual` does, by default as u [B, S, H]; `document_start` bool [B, S]
+        or None."""
+        residual = u_BSH if residual is None else residual
+        f, total = self.norm.add(self.convolve(u_BSH, document_start, residual), residual)
+        return policy.mark_recomputable(f, self.norm, total)
 
     def step(
         self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None = None
@@ -148,8 +155,8 @@ class LocalizedFilter(nn.Module):
         filtered_BSH, state = self.convolve_step(u_BSH, state, document_start)
         return self.norm.add(filtered_BSH, u_BSH)[0], state
 
-    def convolve(self, u_BSH: Tensor, document_start: Tensor | None) -> Tensor:
-        """Return both convolutions of u [B, S, H]."""
+    def convolve(self, u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
+        """Return both convolutions of u [B, S, H], lying as the residual that they are added to."""
         return self.convolution(
             u_BSH,
             self.conv1.weight,

@@ -70,6 +70,7 @@ def feed_forward_work(model: ModelConfig, parameters: int) -> SublayerWork:
         sharded=Kept(3 * ffn),
         selective_replicated=Kept(hidden, 1),
         selective_sharded=Kept(2 * ffn),
+        gathered=hidden,
         # A norm reads and writes a hidden state; SwiGLU reads `up` and writes the product.
         recomputed=2 * hidden + 3 * ffn,
         # Gradients of `up` and of its product, of two hidden states.
@@ -196,6 +197,7 @@ def grouped_attention_work(model: ModelConfig, parameters: int) -> SublayerWork:
         sharded=sharded,
         selective_replicated=Kept(hidden, 1),
         selective_sharded=sharded,
+        gathered=hidden,
         recomputed=2 * hidden,
         held=Kept(2 * projection + 2 * narrow + 2 * hidden, 2 * hidden),
         largest_weight=hidden * projection,

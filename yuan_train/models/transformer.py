@@ -22,7 +22,7 @@ from yuan_train.config.architecture import adapted, find_module
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.models.attention import DocumentRanges, LayerCache
-from yuan_train.models.block import Block, Drop
+from yuan_train.models.block import WHOLE, Block, Drop, HiddenLayout
 from yuan_train.models.dropout import DropoutSeed, LayerDropout
 from yuan_train.models.initial import initial_weight
 from yuan_train.models.layers import Embedding, Linear, RMSNorm, Score
@@ -76,6 +76,9 @@ class Transformer(nn.Module):
     matrix is `embedding.weight`: one parameter if the part has embedding and head, a copy if it has only the
     head.
     """
+
+    layout: HiddenLayout = WHOLE
+    """How hidden states lie between the products of the layers; each block has the same."""
 
     def __init__(
         self,
@@ -180,19 +183,20 @@ class Transformer(nn.Module):
             first: if not 0, begin with layer number `first` of this part, on the hidden state before it.
         """
         x_BSH = self.embedding(x) if self.has_embedding and not first else x
-        rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
+        rotary, hidden = self._rotary(x_BSH, positions, x_BSH.shape[1]), self.layout.split(x_BSH)
         if parts is not None:
             parts.share(x, positions, document_start, rotary.cos, rotary.sin)
         for i, (layer, block) in list(enumerate(self.blocks.items()))[first:]:
             drop, recompute = self._dropout(dropout_seed, layer), self.recompute_of(i)
             inputs = (rotary, document_start, document_ranges)
             if parts is None:
-                x_BSH = _run(block, recompute, x_BSH, *inputs, drop)
+                hidden = _run(block, recompute, hidden, *inputs, drop)
                 continue
-            parts.enter(x_BSH)
+            parts.enter(hidden)
             policy = SelectiveRecompute(parts) if recompute == "selective" else SaveInParts(parts)
             with policy.saving():
-                x_BSH = block(x_BSH, *inputs, policy, drop)
+                hidden = block(hidden, *inputs, policy, drop)
+        x_BSH = self.layout.join(hidden, x_BSH.shape)
         return self.final_norm(x_BSH) if self.has_head else x_BSH
 
     def forward_layer(
@@ -326,24 +330,24 @@ def _add_adapters(block: Block, config: ModelConfig) -> None:
 def _run(
     block: Block,
     recompute: str,
-    x_BSH: Tensor,
+    x: Tensor,
     rotary: RotaryTables,
     document_start: Tensor | None,
     document_ranges: DocumentRanges | None,
     drop: Drop | None,
 ) -> Tensor:
     if recompute == "none" or block.recomputes_itself or not torch.is_grad_enabled():
-        return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
+        return block(x, rotary, document_start, document_ranges, drop=drop)
     if recompute == "selective":
         policy = SelectiveRecompute()
         with policy.saving():
-            return block(x_BSH, rotary, document_start, document_ranges, policy, drop)
+            return block(x, rotary, document_start, document_ranges, policy, drop)
     # No op of a layer uses a random generator, so its state need not be saved.
     return cast(
         Tensor,
         checkpoint(
             block,
-            x_BSH,
+            x,
             rotary,
             document_start,
             document_ranges,

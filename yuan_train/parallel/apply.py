@@ -120,7 +120,8 @@ def parallelize(
     groups = make_groups(
         grid, device=device, timeout_seconds=options.timeout_seconds, startup_timeout_seconds=first_use
     )
-    spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, len(grid.replica(coord)))
+    width, splits = len(grid.replica(coord)), plan.sequence_parallel
+    spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, width, splits_tokens=splits)
     modules, shards = _build_parts(grid, coord, parts, spec, device.torch)
     deferred = _add_collectives(grid, coord, modules, spec, groups)
     added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]

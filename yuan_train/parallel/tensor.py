@@ -12,6 +12,8 @@ full activations between modules; f and g are Megatron's operators (`collectives
                 numbers per token (its logsumexp and its target's logit), and four to draw one
     head_norm   each rank norms its own heads; the weights' gradients are all-reduced once per step
 
+With `splits_tokens` f and g are an all-gather and a reduce-scatter: see `_SplitLayout`.
+
 Adapters of a column or row (LoRA) are sharded with it, and need no collectives of their own in forward
 and backward: of a column A sees the copied input, of a row B's output is reduced with the matrix's. The
 gradient of the adapter that is whole is all-reduced once per step, with those of head norms.
@@ -26,75 +28,85 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from yuan_kernels import ops
 
 from yuan_train.config.architecture import WHOLE_ADAPTERS
+from yuan_train.models.block import HiddenLayout
+from yuan_train.models.dropout import Tokens
+from yuan_train.models.recompute import RecomputePolicy
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import unit_of
 from yuan_train.parallel.shard import Shard, find_shard, sharding_style
 from yuan_train.parallel.transport import blame_peers
 
+Meanwhile = Callable[[], None] | None
+"""What to do beside the reduction of an input's gradient."""
 
-def copy_to_tp(
-    x: torch.Tensor, group: dist.ProcessGroup, *, meanwhile: Callable[[], None] | None = None
-) -> torch.Tensor:
+
+def copy_to_tp(x: Tensor, group: dist.ProcessGroup, *, meanwhile: Meanwhile = None) -> Tensor:
     """x itself; the backward all-reduces its gradient over the group, and calls `meanwhile` beside that.
 
     Megatron's operator f (Shoeybi et al. 2019), "copy to the tensor-parallel region": each rank uses x for
     its part of the output. The backward raises LostPeer if a rank of the group is lost.
     """
-    return _CopyToTP.apply(x, group, meanwhile)  # pyright: ignore[reportReturnType]
+    return _exchange(x, _itself, lambda gradient: _all_reduce(gradient, group, meanwhile))
 
 
-def reduce_from_tp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of x over the group, by an all-reduce; the backward passes the gradient through unchanged.
 
     Megatron's operator g (Shoeybi et al. 2019), "reduce from the tensor-parallel region": each rank computes
     one term of the sum. Raises LostPeer if a rank of the group is lost.
     """
-    return _ReduceFromTP.apply(x, group)  # pyright: ignore[reportReturnType]
+    return _exchange(x, lambda part: _all_reduce(part, group).view_as(part), _itself)
 
 
-class _CopyToTP(torch.autograd.Function):
+Exchange = Callable[[Tensor], Tensor]
+
+
+def _exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    """`there(x)`, whose gradient is `back` of the result's."""
+    return _Exchange.apply(x, there, back)  # pyright: ignore[reportReturnType]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, meanwhile: Callable[[], None] | None
-    ) -> torch.Tensor:
-        ctx.group, ctx.meanwhile = group, meanwhile
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_reduce(gradients[0], ctx.group, ctx.meanwhile), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
 
 
-class _ReduceFromTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _all_reduce(x, group).view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
-
-
-def _all_reduce(
-    part: torch.Tensor, group: dist.ProcessGroup, meanwhile: Callable[[], None] | None = None
-) -> torch.Tensor:
+def _all_reduce(part: Tensor, group: dist.ProcessGroup, meanwhile: Meanwhile = None) -> Tensor:
     # In place: what comes is nobody else's, a product or the sum of what its readers gave back.
     total = part.contiguous()
+    _run_beside(partial(dist.all_reduce, total, group=group), group, meanwhile)
+    return total
+
+
+def _run_beside(
+    start: Callable[..., dist.Work | None], group: dist.ProcessGroup, meanwhile: Meanwhile = None
+) -> None:
+    """Run an operation of the group, and `meanwhile` beside it."""
     blaming = partial(
-        blame_peers, "an all-reduce of the tensor-parallel group", dist.get_process_group_ranks(group)
+        blame_peers, "an operation of the tensor-parallel group", dist.get_process_group_ranks(group)
     )
     with blaming():
-        work = dist.all_reduce(total, group=group, async_op=meanwhile is not None)
+        work = start(async_op=meanwhile is not None)
     if meanwhile is not None:
         # On nccl the reduction waits for what was launched so far, and runs beside what is launched now.
         meanwhile()
         with blaming():
             cast(dist.Work, work).wait()
-    return total
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,8 @@ class ShardSpec:
     count: int = 1
     experts: tuple[int, int] | None = None
     """Where ranks share experts: those of this rank, [first, last) of each layer; all else is whole."""
+    splits_tokens: bool = False
+    """Whether each rank has a part of the tokens between the products of layers (sequence parallelism)."""
 
 
 def shard_parameters(
@@ -143,27 +157,24 @@ def shard_parameters(
 
 
 def apply_tensor_parallel(
-    model: Any, spec: ShardSpec, group: dist.ProcessGroup, *, meanwhile: Callable[[], None] | None = None
+    model: Any, spec: ShardSpec, group: dist.ProcessGroup, *, meanwhile: Meanwhile = None
 ) -> None:
     """Add the collectives of a tensor-parallel group to the modules of a sharded model.
 
-    Hooks copy the inputs of column and reduce the outputs of row modules; the filter, the vocabulary lookup
-    and the loss are replaced by their parallel forms. `meanwhile` is called in the backward beside each
-    all-reduce of an input's gradient.
+    The layers get the layout of their hidden states, which has the collectives around products; the filter,
+    the vocabulary lookup and the loss are replaced by their parallel forms. `meanwhile` is called in the
+    backward beside each reduction of an input's gradient.
     """
-    inputs_of: dict[str, _LayerInputs] = {}
-    """By layer: the first two parts of its modules' names."""
+    layout = _GroupLayout(group, meanwhile)
+    if spec.splits_tokens:
+        layout = _SplitLayout(group, meanwhile, spec.index, spec.count)
+    for part in (model, *model.blocks.values()):
+        part.layout = layout
     for path, module in model.named_modules():
-        style = sharding_style(path, spec.sharding)
-        inputs = inputs_of.setdefault(".".join(path.split(".")[:2]), _LayerInputs(group, meanwhile))
-        if style == "column":
-            module.register_forward_pre_hook(_copy_input_hook(inputs))
-        elif style == "row":
-            module.register_forward_hook(_reduce_output_hook(inputs, group))
-        elif style == "vocabulary" and path == "embedding":
+        if sharding_style(path, spec.sharding) == "vocabulary" and path == "embedding":
             module.forward = _parallel_lookup(module, spec, group)
         if hasattr(module, "convolve"):
-            module.convolve = _parallel_filter(module, inputs, group)
+            module.convolve = _parallel_filter(module, layout)
             module.convolve_step = _parallel_filter_step(module, group)
     if model.has_head:
         model.loss = _parallel_loss(model, spec, group)
@@ -172,7 +183,7 @@ def apply_tensor_parallel(
 
 def reduce_partial(bucket: FlatBucket, spec: ShardSpec, group: dist.ProcessGroup) -> None:
     """All-reduce a bucket's gradients of what all ranks hold, and each applies to its part: to its own heads,
-    or as the whole one of a sharded matrix's adapters.
+    as the whole one of a sharded matrix's adapters, or to its part of the tokens.
 
     Once per optimizer step, before the bucket's own reduction. Blocks the host on gloo, the stream on nccl;
     the ranks of the group run one program, so that all of them come here between the same two collectives.
@@ -191,61 +202,104 @@ def reduce_partial(bucket: FlatBucket, spec: ShardSpec, group: dist.ProcessGroup
 def _is_partial(name: str, spec: ShardSpec) -> bool:
     module, _, kind = name.rpartition(".")
     style = sharding_style(module, spec.sharding)
-    return style == "head_norm" or (style, kind) in WHOLE_ADAPTERS
+    if style == "head_norm" or (style, kind) in WHOLE_ADAPTERS:
+        return True
+    # Norms, and what is added after the filter's reduction: they meet the tokens of this rank.
+    in_layer = spec.splits_tokens and module.startswith("layers.")
+    return in_layer and (style == "whole" or (style == "filter" and name.endswith("conv2.bias")))
 
 
-class _LayerInputs:
-    """The tensors that a layer has copied to the group, each once, however many of its modules read it.
+@dataclass(frozen=True)
+class _GroupLayout(HiddenLayout):
+    """Hidden states on the ranks of a tensor-parallel group: whole on each, between f and g."""
 
-    Value and filter read the same tensor: with one copy the backward adds their gradients before it
-    all-reduces them. Kept until a row module has run: by then, all modules beside it have their inputs.
+    group: dist.ProcessGroup
+    meanwhile: Meanwhile
+
+    def gather(self, u: Tensor, length: int, policy: RecomputePolicy) -> Tensor:
+        # Value and filter read the same copy: the backward adds their gradients before it all-reduces them.
+        return copy_to_tp(u, self.group, meanwhile=self.meanwhile)
+
+    def reduce(self, y_BSH: Tensor, like: Tensor) -> Tensor:
+        return reduce_from_tp(y_BSH, self.group)
+
+
+@dataclass(frozen=True)
+class _SplitLayout(_GroupLayout):
+    """Sequence parallelism (Korthikanti et al. 2022): between products each rank has a part of the tokens.
+
+    What would be an all-reduce is a reduce-scatter before a norm and an all-gather after it. All B * S tokens
+    are divided, padded by zeros to as many for each rank. Under recompute the input of products is gathered
+    again in the backward.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meanwhile: Callable[[], None] | None) -> None:
-        self._group = group
-        self._meanwhile = meanwhile
-        self._copies: list[tuple[Tensor, Tensor]] = []
+    index: int
+    count: int
 
-    def copy(self, x: Tensor) -> Tensor:
-        for original, copy in self._copies:
-            if original is x:
-                return copy
-        copy = copy_to_tp(x, self._group, meanwhile=self._meanwhile)
-        self._copies.append((x, copy))
-        return copy
+    def split(self, x_BSH: Tensor) -> Tensor:
+        whole = x_BSH.flatten(0, 1)
+        return _exchange(whole, self._own, partial(self._gather, num_tokens=len(whole)))
 
-    def clear(self) -> None:
-        self._copies.clear()
+    def join(self, x: Tensor, shape: torch.Size) -> Tensor:
+        num_tokens = shape[:-1].numel()
+        return _exchange(x, partial(self._gather, num_tokens=num_tokens), self._own).view(shape)
+
+    def gather(self, u: Tensor, length: int, policy: RecomputePolicy) -> Tensor:
+        if u.dim() > 2:
+            return super().gather(u, length, policy)
+        # Less than a sequence is padding.
+        num_tokens = self.count * len(u) // length * length
+
+        def gather(u: Tensor) -> Tensor:
+            back = partial(self._scatter, meanwhile=self.meanwhile)
+            whole = _exchange(u, partial(self._gather, num_tokens=num_tokens), back)
+            return whole.view(-1, length, u.shape[-1])
+
+        return policy.mark_recomputable(gather(u), gather, u)
+
+    def reduce(self, y_BSH: Tensor, like: Tensor) -> Tensor:
+        if like.dim() > 2:
+            return super().reduce(y_BSH, like)
+        whole = y_BSH.flatten(0, 1)
+        return _exchange(whole, self._scatter, partial(self._gather, num_tokens=len(whole)))
+
+    def tokens(self, x: Tensor, length: int) -> Tokens:
+        return Tokens(self.index * len(x) if x.dim() == 2 else 0, length)
+
+    def _padded(self, whole: Tensor) -> Tensor:
+        return F.pad(whole, (0, 0, 0, -len(whole) % self.count)).contiguous()
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return self._padded(whole).chunk(self.count)[self.index].clone()
+
+    def _gather(self, own: Tensor, *, num_tokens: int) -> Tensor:
+        whole = own.new_empty(self.count * len(own), *own.shape[1:])
+        _run_beside(partial(_ALL_GATHER, whole, own.contiguous(), group=self.group), self.group)
+        return whole[:num_tokens]
+
+    def _scatter(self, whole: Tensor, *, meanwhile: Meanwhile = None) -> Tensor:
+        padded = self._padded(whole)
+        own = padded.new_empty(len(padded) // self.count, *padded.shape[1:])
+        _run_beside(partial(_REDUCE_SCATTER, own, padded, group=self.group), self.group, meanwhile)
+        return own
 
 
-def _copy_input_hook(layer_inputs: _LayerInputs) -> Callable[..., tuple[Tensor, ...]]:
-    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (layer_inputs.copy(inputs[0]), *inputs[1:])
-
-    return hook
+# Torch 2.13 renames both functions.
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _reduce_output_hook(layer_inputs: _LayerInputs, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    def hook(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        layer_inputs.clear()
-        return reduce_from_tp(output, group)
-
-    return hook
-
-
-def _parallel_filter(
-    module: Any, layer_inputs: _LayerInputs, group: dist.ProcessGroup
-) -> Callable[..., Tensor]:
-    def convolve(u_BSH: Tensor, document_start: Tensor | None) -> Tensor:
+def _parallel_filter(module: Any, layout: HiddenLayout) -> Callable[..., Tensor]:
+    def convolve(u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
         part_BSH = module.convolution(
-            layer_inputs.copy(u_BSH),
+            u_BSH,
             module.conv1.weight,
             module.conv1.bias,
             module.conv2.weight,
             None,
             document_start=document_start,
         )
-        return reduce_from_tp(part_BSH, group) + module.conv2.bias
+        return layout.reduce(part_BSH, residual) + module.conv2.bias
 
     return convolve
 

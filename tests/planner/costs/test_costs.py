@@ -24,7 +24,7 @@ from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile
-from yuan_train.planner.costs.workload import STATE_BYTES, has_flash, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, has_flash, model_work
 from yuan_train.planner.evaluate.messages import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
@@ -129,7 +129,7 @@ def costs_of(given, *, size=1, recompute: Recompute = "none", width=1):
         type_name="Card",
         device=CARD,
         profile=given,
-        tensor_parallel=width,
+        group=TensorGroup(width),
     )
 
 
@@ -379,10 +379,25 @@ def test_selective_recompute_lies_between_none_and_full(width):
 
 def test_selective_recompute_keeps_replicated_hidden_states_in_full():
     arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "logit_rows": 128}
-    one, two = (model_work(MODEL, **arguments, tensor_parallel=width).layer for width in (1, 2))
-    # Three norms' inputs with their statistics, and the taps.
-    replicated = 128 * (4 * 4 * 64 + 3 * 4)
+    one, two = (model_work(MODEL, **arguments, group=TensorGroup(width)).layer for width in (1, 2))
+    # Three norms' inputs with their statistics.
+    replicated = 128 * (4 * 3 * 64 + 3 * 4)
     assert two.selective_bytes - replicated == (one.selective_bytes - replicated) / 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_divided_tokens_leave_nothing_whole_but_what_products_read(recompute):
+    arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "logit_rows": 128}
+    one, two, divided = (
+        model_work(MODEL, **arguments, group=group).layer
+        for group in (TensorGroup(), TensorGroup(4), TensorGroup(4, divides_tokens=True))
+    )
+    kept, whole = divided.kept_bytes(recompute), one.kept_bytes(recompute)
+    # The inputs of the filter, of the queries and keys, and of the feed-forward.
+    read = 3 * 4 * 64 * 128 if recompute == "none" else 0
+    assert kept == read + (whole - read) / 4
+    assert kept + divided.saved_bytes(recompute) == two.kept_bytes(recompute) > kept
+    assert divided.forward_traffic_bytes < two.forward_traffic_bytes
 
 
 def test_a_profile_of_other_cards_is_refused_and_one_of_some_says_which():

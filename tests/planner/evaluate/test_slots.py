@@ -51,7 +51,6 @@ def test_a_group_reads_as_many_prompts_at_once_as_it_has_answers_for() -> None:
         micro_batch_size=1,
         precision="bf16",
         logit_rows=1,
-        tensor_parallel=1,
     ).layer.activation_bytes
     assert writing(head=False, length=65).lane_bytes(2) == one
     assert writing(head=False, length=65).lane_bytes(16) == 8 * one

@@ -546,3 +546,27 @@ def test_json_agrees_with_the_result():
     assert document["forecast"]["step_seconds"] == result.best.step_seconds
     assert document["exact"] is result.exact
     assert len(document["stages"]) == len(result.best.cost.stages)
+
+
+def test_tokens_are_divided_where_that_gains() -> None:
+    """On cards that need it to keep the activations of long sequences; a plan says itself what it costs."""
+    length = 8192
+    short = problem(
+        cluster(Card=(4, card(0.35))),
+        model=replace(MODEL, max_sequence_length=length),
+        sequence_length=length,
+    )
+    keys: dict[str, Any] = {"tensor": (2,), "recompute": ("none", "selective")}
+    whole, divided, both = (
+        find(short, **keys, sequence_parallel=choice).best for choice in ((False,), (True,), (False, True))
+    )
+    assert not whole.plan.sequence_parallel and divided.plan.sequence_parallel
+    assert divided.step_seconds < whole.step_seconds
+    assert both.plan == divided.plan
+    for found in (whole, divided):
+        assert cost_plan(make_costs(short), found.plan).step_seconds == found.step_seconds
+    # The same cut with whole tokens does not fit.
+    assert not cost_plan(make_costs(short), replace(divided.plan, sequence_parallel=False)).fits
+    # Alone on each card there is nothing to divide.
+    single = find(problem(TWO_SPEEDS), tensor=(1,), sequence_parallel=(False, True))
+    assert not single.best.plan.sequence_parallel

@@ -96,15 +96,16 @@ def _attention_work(model: ModelConfig) -> SublayerWork:
     hidden, projection = model.hidden_size, model.projection_size
     filters = 1 if model.attention == "localized_filter" else 0
     taps = filters if model.lora is None else 0
-    sharded = Kept(4 * projection, model.num_attention_heads)
+    sharded = Kept(4 * projection + taps * hidden, model.num_attention_heads)
     return SublayerWork(
         parameters=sizes.parameters_of(_attention(model)),
         products=4 * hidden * projection + filters * 2 * hidden * hidden,
         scores=projection,
-        replicated=Kept((2 + 2 * filters + taps) * hidden, 1 + filters),
+        replicated=Kept((2 + 2 * filters) * hidden, 1 + filters),
         sharded=sharded,
-        selective_replicated=Kept((1 + filters + taps) * hidden, 1 + filters),
+        selective_replicated=Kept((1 + filters) * hidden, 1 + filters),
         selective_sharded=sharded,
+        gathered=(1 + filters) * hidden,
         # The filter's shift and residual add a pass.
         shifted=3 * hidden * filters,
         recomputed=(1 + filters) * 2 * hidden,

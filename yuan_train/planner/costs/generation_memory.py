@@ -11,7 +11,7 @@ from functools import cached_property
 
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, model_work
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, TensorGroup, model_work
 
 PREFILL_CHUNK = 512
 """Prompt tokens that generation reads at once."""
@@ -69,7 +69,7 @@ class Writing:
             micro_batch_size=1,
             precision=self.precision,
             logit_rows=1,
-            tensor_parallel=1 if self.model.num_experts else self.width,
+            group=TensorGroup(1 if self.model.num_experts else self.width),
         )
         return work.layer.activation_bytes
 

@@ -27,7 +27,11 @@ from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleN
 from yuan_train.planner.costs.critic import value_model, with_critic, without_critic
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
-from yuan_train.planner.costs.links import allreduce_seconds
+from yuan_train.planner.costs.links import (
+    all_gather_seconds,
+    allreduce_seconds,
+    reduce_scatter_seconds,
+)
 from yuan_train.planner.costs.topology import Topology, make_topology
 from yuan_train.planner.costs.unit_costs import (
     CardCosts,
@@ -37,7 +41,7 @@ from yuan_train.planner.costs.unit_costs import (
     check_profile,
     share_of_layer,
 )
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, statistic_bytes
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, statistic_bytes
 
 Replica = tuple[Card, ...]
 """The cards of a tensor-parallel group, in order."""
@@ -65,6 +69,8 @@ class PlanProblem:
     """Bytes of each host's memory that are left to other programs; see `MemoryConfig`."""
     compile: bool = False
     """Whether layers are compiled (`train.compile`), which only a profile tells the effect of."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel groups divide the tokens between products; see `Plan`."""
     critic: bool = False
     """Whether the critic of PPO is trained on the same cards in turn, under the same plan (see `critic_of`):
     its states are counted in the memory of each unit, its time in none."""
@@ -127,6 +133,14 @@ class Costs:
         profile = self.problem.profile
         return self.problem.model.tie_embeddings and (profile is None or not profile.is_whole)
 
+    def for_plan(self, plan: Plan) -> Costs:
+        """These costs, or those of the same problem whose groups divide tokens as the plan's do."""
+        divided = plan.sequence_parallel
+        if divided == self.problem.sequence_parallel or not any(map(_is_wide, plan.pipelines)):
+            return self
+        problem = replace(self.problem, sequence_parallel=divided)
+        return replace(self, problem=problem, known={}, groups={}, fastest={})
+
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
     ) -> CardCosts:
@@ -156,7 +170,7 @@ class Costs:
                 type_name=type_name,
                 device=problem.cluster.device_type(type_name),
                 profile=profile,
-                tensor_parallel=tensor_parallel,
+                group=TensorGroup(tensor_parallel, problem.sequence_parallel),
             )
 
         if self.body is None and not problem.critic:
@@ -195,14 +209,22 @@ class Costs:
         self, replica: Replica, types: tuple[str, ...], micro_batch_size: int, recompute: Recompute
     ) -> CardCosts:
         """The costs of a group: one object for all groups of these types whose links are equally fast."""
-        width = len(replica)
-        ring = allreduce_seconds(self.topology, replica, self.hidden_bytes(micro_batch_size))
-        key = (types, width, micro_batch_size, recompute, ring)
+        width, hidden = len(replica), self.hidden_bytes(micro_batch_size)
+        ring = allreduce_seconds(self.topology, replica, hidden)
+        divided = _DividedTokens()
+        if self.problem.sequence_parallel:
+            divided = _DividedTokens(
+                scatter=reduce_scatter_seconds(self.topology, replica, hidden),
+                gather=all_gather_seconds(self.topology, replica, hidden),
+            )
+        key = (types, width, micro_batch_size, recompute, ring, divided)
         if key not in self.groups:
             parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
             slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
             self.groups[key] = replace(
-                slowest, units=tuple(_with_collectives(u, ring) for u in slowest.units)
+                slowest,
+                units=tuple(_with_collectives(u, ring, divided=divided) for u in slowest.units),
+                start=divided.start_of(slowest.start),
             )
         return self.groups[key]
 
@@ -382,12 +404,37 @@ def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts
         yield part.units[-1]
 
 
-def _with_collectives(unit: UnitCost, allreduce_seconds: float, small: float = 0.0) -> UnitCost:
-    """The unit with its all-reduces, and with a `small` one beside each of the backward's."""
-    backward = unit.backward_collectives * (allreduce_seconds + small)
+@dataclass(frozen=True, kw_only=True)
+class _DividedTokens:
+    """Seconds of what a group that divides tokens does with a hidden state; 0 where it does not."""
+
+    scatter: float = 0.0
+    """A reduce-scatter."""
+    gather: float = 0.0
+    """An all-gather."""
+
+    def start_of(self, start: StageStart) -> StageStart:
+        """What a stage takes besides its units: it divides the hidden state, and ends with a whole one."""
+        return StageStart(
+            forward_seconds=start.forward_seconds + self.gather,
+            backward_seconds=start.backward_seconds + self.gather,
+        )
+
+
+def _with_collectives(
+    unit: UnitCost,
+    allreduce_seconds: float,
+    small: float = 0.0,
+    *,
+    divided: _DividedTokens = _DividedTokens(),  # noqa: B008
+) -> UnitCost:
+    """The unit with its all-reduces, or what it does in place of them, and with a `small` one beside each of
+    the backward's."""
+    each = divided.scatter + divided.gather if unit.divides_tokens else allreduce_seconds
+    backward = unit.backward_collectives * (each + small) + unit.gathered_again * divided.gather
     return replace(
         unit,
-        forward_seconds=unit.forward_seconds + unit.forward_collectives * allreduce_seconds,
+        forward_seconds=unit.forward_seconds + unit.forward_collectives * each,
         backward_seconds=unit.backward_seconds + backward,
     )
 
@@ -404,6 +451,7 @@ def plan_on_cards(
     makes its pipelines from the rank of each card."""
     cards = [card for card in problem.cluster.cards if card in used]
     rank_of = {card: rank for rank, card in enumerate(cards)}
+    made = tuple(pipelines(rank_of))
     return Plan(
         cluster=problem.cluster.name,
         model=problem.model,
@@ -411,10 +459,16 @@ def plan_on_cards(
         global_batch_size=problem.global_batch_size,
         schedule=schedule,
         optimizer_sharding=sharded,
+        sequence_parallel=problem.sequence_parallel and any(map(_is_wide, made)),
         ranks=tuple(RankPlan(rank=rank, device=card.name, type=card.type) for card, rank in rank_of.items()),
-        pipelines=tuple(pipelines(rank_of)),
+        pipelines=made,
         device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
     )
+
+
+def _is_wide(pipeline: PipelinePlan) -> bool:
+    """Whether it has a tensor-parallel group of several cards."""
+    return any(len(replica) > 1 for stage in pipeline.stages for replica in stage.replicas)
 
 
 def make_costs(problem: PlanProblem) -> Costs:

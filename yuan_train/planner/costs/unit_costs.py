@@ -24,6 +24,7 @@ from yuan_train.planner.costs.workload import (
     STATE_BYTES,
     ModelWork,
     StateBytes,
+    TensorGroup,
     UnitWork,
     has_flash,
     model_work,
@@ -77,6 +78,10 @@ class UnitCost:
     forward_collectives: int = 0
     """All-reduces of a hidden state over the tensor-parallel group that the seconds above do not include."""
     backward_collectives: int = 0
+    divides_tokens: bool = False
+    """Whether these are a reduce-scatter and an all-gather each (sequence parallelism)."""
+    gathered_again: int = 0
+    """All-gathers of a hidden state in the backward, besides."""
     critic: UnitCost | None = None
     """The unit of a critic that is trained beside it, whose states the bytes above include."""
 
@@ -182,10 +187,10 @@ def card_costs(
     type_name: str,
     device: DeviceType,
     profile: Profile | None,
-    tensor_parallel: int = 1,
+    group: TensorGroup = TensorGroup(),  # noqa: B008
 ) -> CardCosts:
-    """Every unit's seconds and bytes on one card of this type in a group of `tensor_parallel`; `recompute`
-    applies to the layers.
+    """Every unit's seconds and bytes on one card of this type in a tensor-parallel group; `recompute` applies
+    to the layers.
 
     The device must have a peak in `precision`, unless a profile entry covers it.
     """
@@ -195,7 +200,7 @@ def card_costs(
         micro_batch_size=micro_batch_size,
         precision=precision,
         logit_rows=logit_rows(device),
-        tensor_parallel=tensor_parallel,
+        group=group,
         flash=has_flash(device),
     )
     update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
@@ -204,9 +209,13 @@ def card_costs(
             kept_share=work.layer.kept_bytes(recompute) / work.layer.activation_bytes,
             seconds=work.layer.recomputed_traffic_bytes / update_rate,
         )
-        found = _measured(profile, type_name, micro_batch_size, recompute, tensor_parallel, partial_recompute)
+        found = _measured(profile, type_name, micro_batch_size, recompute, group.width, partial_recompute)
         if found is not None:
             entry, note = found
+            if group.divides_tokens and group.width > 1:
+                # What a profile measures is whole on each card.
+                entry = _with_divided_tokens(entry, work.layer, recompute)
+                note += "; of divided tokens an estimate"
             return CardCosts(
                 units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note),
                 source="measured",
@@ -306,6 +315,14 @@ def _divided_by_width(entry: ProfileEntry, width: int) -> ProfileEntry:
     )
 
 
+def _with_divided_tokens(entry: ProfileEntry, unit: UnitWork, recompute: Recompute) -> ProfileEntry:
+    """An entry of layers whose tokens the group divides: each keeps less, by as much as is estimated."""
+    kept = unit.kept_bytes(recompute)
+    share = kept / (kept + unit.saved_bytes(recompute))
+    layers = (replace(one, activation_bytes=share * one.activation_bytes) for one in entry.layers)
+    return replace(entry, layers=tuple(layers))
+
+
 def _recomputed(
     layer: UnitProfile, recompute: Recompute, partial_recompute: _PartialRecompute
 ) -> UnitProfile:
@@ -401,6 +418,8 @@ def _from_profile(
                 weight_seconds=max(measured.backward_seconds - forward_again, 0.0) / 2,
                 forward_collectives=unit.forward_collectives if scaled else 0,
                 backward_collectives=unit.backward_collectives if scaled else 0,
+                divides_tokens=unit.divides_tokens,
+                gathered_again=_gathered_again(unit, recompute),
             )
         )
     return tuple(costs)
@@ -414,6 +433,14 @@ def _recomputed_bytes(unit: UnitWork, recompute: Recompute) -> float:
     if recompute == "full":
         return unit.activation_bytes
     return unit.activation_bytes - unit.kept_bytes(recompute)
+
+
+def _gathered_again(unit: UnitWork, recompute: Recompute) -> int:
+    """All-gathers in the backward of inputs that were not kept; under full recompute all but one have a
+    reduce-scatter beside them, and count as collectives."""
+    if not unit.divides_tokens or recompute == "none":
+        return 0
+    return unit.forward_collectives if recompute == "selective" else min(unit.forward_collectives, 1)
 
 
 def estimate_units(
@@ -452,6 +479,8 @@ def estimate_units(
             backward_collectives=unit.backward_collectives
             # The recomputation ends with the last tensor that the backward needs: before the last all-reduce.
             + (max(unit.forward_collectives - 1, 0) if recompute == "full" else 0),
+            divides_tokens=unit.divides_tokens,
+            gathered_again=_gathered_again(unit, recompute),
         )
 
     layer = cost(work.layer, recompute)

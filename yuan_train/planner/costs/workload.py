@@ -84,6 +84,15 @@ class UnitWork:
     """The part of the activations that every card of a tensor-parallel group keeps in full."""
     selective_replicated_bytes: float = 0.0
     """The same under selective recompute."""
+    gathered_bytes: float = 0.0
+    """Of `replicated_bytes`, what every card keeps in full even where the group divides the tokens."""
+    selective_gathered_bytes: float = 0.0
+    """The same under selective recompute."""
+    divides_tokens: bool = False
+    """Whether the group divides the tokens: each all-reduce is then a reduce-scatter and an all-gather, and
+    under recompute the input of products is gathered again."""
+    width: int = 1
+    """Cards of the group."""
     recomputed_traffic_bytes: float = 0.0
     """Moved in the backward to recompute what selective recompute does not keep."""
     forward_collectives: int = 0
@@ -99,6 +108,26 @@ class UnitWork:
         if recompute == "none":
             return self.activation_bytes
         return self.input_bytes if recompute == "full" else self.selective_bytes
+
+    def saved_bytes(self, recompute: Recompute) -> float:
+        """Bytes that are not kept because the group divides the tokens."""
+        if not self.divides_tokens:
+            return 0.0
+        divided = {
+            "none": self.replicated_bytes - self.gathered_bytes,
+            "selective": self.selective_replicated_bytes - self.selective_gathered_bytes,
+            "full": self.input_bytes * self.width,
+        }[recompute]
+        return divided * (1 - 1 / self.width)
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Cards that share each layer; of one alone there is nothing to share."""
+
+    width: int = 1
+    divides_tokens: bool = False
+    """Between the products of layers (sequence parallelism; Korthikanti et al. 2022, arXiv 2205.05198)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +155,12 @@ def model_work(
     micro_batch_size: int,
     precision: Precision,
     logit_rows: int,
-    tensor_parallel: int = 1,
+    group: TensorGroup = TensorGroup(),  # noqa: B008
     experts: int | None = None,
     flash: bool = True,
 ) -> ModelWork:
     """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens, on one card of a
-    tensor-parallel group of `tensor_parallel` cards.
+    tensor-parallel group.
 
     `logit_rows` is how many tokens' logits the loss holds at a time. With `experts`, the card is one of
     several that share the experts of each layer, and holds so many of them; all else is whole. `flash` is
@@ -146,7 +175,7 @@ def model_work(
         work = _layer_work(halves, model.hidden_size, tokens, sequence_length, precision)
         if model.lora is not None:
             work = _with_adapters(work, model, halves, tokens, precision)
-        return _share_of(work, tensor_parallel)
+        return _share_of(work, group)
 
     if experts is not None:
         whole = (
@@ -163,15 +192,15 @@ def model_work(
             halves=(layer(alone), _with_experts(model, experts, layer)),
             head=head,
         )
-    lookup = _embedding_work(model, tokens, precision)
+    lookup, ends = _embedding_work(model, tokens, precision), replace(group, divides_tokens=False)
     return ModelWork(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         # Every card adds as many rows, zeros for the tokens of others.
-        embedding=replace(_share_of(lookup, tensor_parallel), transient_bytes=lookup.transient_bytes),
+        embedding=replace(_share_of(lookup, ends), transient_bytes=lookup.transient_bytes),
         layer=layer(attention, feed_forward),
         halves=(layer(attention), layer(feed_forward)),
-        head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), tensor_parallel),
+        head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), ends),
     )
 
 
@@ -225,13 +254,17 @@ def _with_experts(model: ModelConfig, experts: int, unit: Callable[[SublayerWork
     )
 
 
-def _share_of(unit: UnitWork, width: int) -> UnitWork:
-    """A card's share in a tensor-parallel group of `width`: all but the replicated bytes is divided. The few
-    weights of the norms, which every card holds, are divided too."""
+def _share_of(unit: UnitWork, group: TensorGroup) -> UnitWork:
+    """A card's share in a tensor-parallel group: all but the replicated bytes is divided. The few weights of
+    the norms, which every card holds, are divided too."""
+    width, divides_tokens = group.width, group.divides_tokens
     if width == 1:
         return unit
+    plain, selective = unit.replicated_bytes, unit.selective_replicated_bytes
+    if divides_tokens:
+        plain, selective = unit.gathered_bytes, unit.selective_gathered_bytes
 
-    def share(bytes_: float, replicated_bytes: float = unit.replicated_bytes) -> float:
+    def share(bytes_: float, replicated_bytes: float = plain) -> float:
         replicated = min(replicated_bytes, bytes_)
         return replicated + (bytes_ - replicated) / width
 
@@ -245,7 +278,10 @@ def _share_of(unit: UnitWork, width: int) -> UnitWork:
         forward_traffic_bytes=share(unit.forward_traffic_bytes),
         backward_traffic_bytes=share(unit.backward_traffic_bytes),
         activation_bytes=share(unit.activation_bytes),
-        selective_bytes=share(unit.selective_bytes, unit.selective_replicated_bytes),
+        selective_bytes=share(unit.selective_bytes, selective),
+        input_bytes=share(unit.input_bytes, 0.0) if divides_tokens else unit.input_bytes,
+        divides_tokens=divides_tokens,
+        width=width,
         recomputed_traffic_bytes=share(unit.recomputed_traffic_bytes),
         transient_bytes=unit.transient_bytes / width,
     )
@@ -279,6 +315,7 @@ def _layer_work(
         parameters=parameters,
         trained=parameters,
         replicated_bytes=tokens * replicated,
+        gathered_bytes=float(e * tokens * sum(half.gathered for half in halves)),
         forward_collectives=collectives,
         backward_collectives=collectives,
         forward_flops=flops,
@@ -339,6 +376,8 @@ def _with_adapters(
         selective_bytes=base.selective_bytes + kept,
         replicated_bytes=base.replicated_bytes + kept,
         selective_replicated_bytes=base.selective_replicated_bytes + kept,
+        gathered_bytes=base.gathered_bytes + kept,
+        selective_gathered_bytes=float(kept),
         transient_bytes=held + e * max((p.size for p in found), default=0),
     )
 

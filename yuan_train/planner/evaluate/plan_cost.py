@@ -122,6 +122,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """
     if divides_experts(plan):
         check_alike(plan)
+    costs = costs.for_plan(plan)
     cards = _cards(costs, plan)
     rows = _stage_rows(costs, plan, cards)
     stages: list[StageCost] = []
@@ -169,6 +170,7 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
 
 def cost_stages(costs: Costs, plan: Plan) -> list[StageCost]:
     """The costs of a plan's stages, memory included, without a simulation of its step."""
+    costs = costs.for_plan(plan)
     return [stage for row in _stage_rows(costs, plan, _cards(costs, plan)) for stage in row]
 
 

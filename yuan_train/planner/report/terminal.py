@@ -74,6 +74,7 @@ def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
             for pipeline in best.plan.pipelines
         ],
         "optimizer_sharding": best.plan.optimizer_sharding,
+        "sequence_parallel": best.plan.sequence_parallel,
         "stages": [_stage_json(stage) for stage in best.cost.stages],
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,
@@ -114,6 +115,8 @@ def describe_shape(candidate: Candidate) -> str:
     if widths != [1]:
         what = "experts over" if divides_experts(plan) else "tensor width"
         words.append(f"{what} {'/'.join(map(str, widths))}" + " cards" * divides_experts(plan))
+    if plan.sequence_parallel:
+        words.append("tokens divided")
     if plan.optimizer_sharding:
         words.append("optimizer sharded")
     return ", ".join(words)
@@ -196,6 +199,7 @@ def _looks(candidate: Candidate) -> dict[str, str]:
         "replicas": each(lambda stage: len(stage.replicas)),
         "recompute": each(lambda stage: f"{stage.num_recomputed} {stage.recompute}".removeprefix("0 ")),
         "in flight": each(lambda stage: stage.in_flight or "least"),
+        "tokens": "divided" if plan.sequence_parallel else "whole",
         "optimizer": "sharded" if plan.optimizer_sharding else "whole",
         "optimizer on hosts": each(lambda stage: f"{stage.optimizer_offload:.2g}"),
         "layers with activations on hosts": each(lambda stage: stage.activation_offload),

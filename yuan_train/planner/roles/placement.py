@@ -17,7 +17,7 @@ from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import CardCosts, Source, card_costs
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate
 from yuan_train.planner.evaluate.stage_cost import StageCost
@@ -263,7 +263,7 @@ def scoring_on(
         type_name=type_name,
         device=device,
         profile=None,
-        tensor_parallel=width,
+        group=TensorGroup(width),
     )
     return own, scoring_bytes(model, own, precision, width=width)
 

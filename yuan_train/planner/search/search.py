@@ -57,14 +57,37 @@ def search_plan(
     or the precision exclude every plan, NoPlanFits (with the nearest miss) if no plan fits the cards,
     SearchStopped if the time limit came first.
     """
-    options = _options(problem, search, micro_batch_size=micro_batch_size, thorough=thorough)
-    closing = _closing_seconds(len(problem.cluster.cards), search.time_limit)
-    limit = TimeLimit(clock, clock(), search.time_limit - closing)
+    choices = dict.fromkeys(search.sequence_parallel)
+    found: list[SearchResult] = []
+    faults: list[Exception] = []
+    for divided in choices:
+        try:
+            found.append(
+                _search(
+                    replace(problem, sequence_parallel=divided),
+                    _options(problem, search, micro_batch_size=micro_batch_size, thorough=thorough),
+                    time_limit=search.time_limit / len(choices),
+                    clock=clock,
+                )
+            )
+        except (NoPlanFits, SearchStopped) as fault:
+            faults.append(fault)
+    if not found:
+        raise faults[0]
+    return min(found, key=lambda result: result.best.step_seconds)
+
+
+def _search(
+    problem: PlanProblem, options: Options, *, time_limit: float, clock: Callable[[], float]
+) -> SearchResult:
+    """The same in one space, in which groups divide tokens or do not."""
+    closing = _closing_seconds(len(problem.cluster.cards), time_limit)
+    limit = TimeLimit(clock, clock(), time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
     costs = make_costs(problem)
     space, plans = find_plans(costs, cards, options, limit)
     if not plans.ranked:
-        raise _nothing_found(space, plans, search.time_limit)
+        raise _nothing_found(space, plans, time_limit)
     kept, faster = keep_to_cards(plans.ranked) if options.keeps_to_cards else (plans.ranked, None)
     exact, lowest, bound = _bounded(space, kept, faster, plans.lowest)
     ranked = kept if exact else prefer_simple(space.costs, kept, options)
