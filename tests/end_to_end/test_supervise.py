@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -67,7 +69,9 @@ def supervised(project: Path, folder: Path, *more: str) -> Iterator[subprocess.P
     line = [sys.executable, "-m", "yuan_train", "supervise", "--cluster", str(project / "cluster.yaml")]
     line += ["--config", str(project / "run.yaml"), "--ssh", str(stand_in)]
     line += [f"log.directory={folder / 'log'}", f"checkpoint.directory={folder / 'checkpoints'}"]
-    line += ["search.use_all_devices=true", "supervise.gain=0", "supervise.grace=2 s", *more]
+    line += ["search.use_all_devices=true", "supervise.gain=0", "supervise.grace=2 s"]
+    # Three ranks on two cores are not as fast as their cards: a test that is not about that asks for none.
+    line += ["supervise.slow=1000", *more]
     with (folder / "out").open("wb") as out:
         process = subprocess.Popen(line, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -129,6 +133,69 @@ def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
     for found, wanted in zip(read_metrics(tmp_path / "log"), alone, strict=False):
         assert found["step"] == wanted["step"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_card_that_slows_is_planned_for(project: Path, tmp_path: Path) -> None:
+    """It gets less to do, a step is shorter again, and no loss changes."""
+    cluster = yaml.safe_load((project / "cluster.yaml").read_text())
+    cluster["nodes"][0]["devices"] = 1
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    more = (*words(100_000), "checkpoint.every=20", "supervise.slow=2", f"--cluster={tmp_path}/cluster.yaml")
+    with supervised(project, tmp_path, *more) as process:
+        wait_until(lambda: steps_done(tmp_path) >= 30, tmp_path)
+        with slowed("b", tmp_path):
+            wait_until(lambda: [e.event for e in entries(tmp_path)] == ["started", "moved"], tmp_path)
+            moved = entries(tmp_path)[-1]
+            wait_until(lambda: steps_done(tmp_path) >= moved.step + 40, tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=SECONDS) == 0
+    assert moved.reason.startswith("b/0 computes ") and "(1.0 was planned for): a step of" in moved.reason
+    assert moved.forecast_before is not None and moved.forecast_after is not None
+    assert moved.forecast_after < 0.8 * moved.forecast_before
+    lines = read_metrics(tmp_path / "log")
+    before, after = (
+        statistics.median(line["step_seconds"] for line in part)
+        for part in (lines[moved.step - 16 : moved.step], lines[moved.step + 3 : moved.step + 40])
+    )
+    assert after < 0.8 * before
+    for found, wanted in zip(lines, read_metrics(project / "alone"), strict=False):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+@contextmanager
+def slowed(node: str, folder: Path) -> Iterator[None]:
+    """Inside, the ranks of a node run a third of the time."""
+    over = threading.Event()
+
+    def hold() -> None:
+        while not over.is_set():
+            ranks = ranks_of(node, folder)
+            for _ in range(60):
+                for number, seconds in ((signal.SIGSTOP, 0.01), (signal.SIGCONT, 0.005)):
+                    for rank in ranks:
+                        with suppress(ProcessLookupError):
+                            os.kill(rank, number)
+                    over.wait(seconds)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def ranks_of(node: str, folder: Path) -> list[int]:
+    """The processes of a node's ranks."""
+    group, found = group_of(node, folder), list[int]()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_rank = b"LOCAL_RANK=" in (entry / "environ").read_bytes()
+            if is_rank and os.getpgid(int(entry.name)) == group:
+                found.append(int(entry.name))
+    return found
 
 
 def test_wrong_input_of_the_ranks_ends_the_run(project: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from yuan_train.machine.hosts import ssh_words
 if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
     from yuan_train.config.run import RunConfig
+    from yuan_train.planner.costs.plan_problem import PlanProblem
 
 logger = logging.getLogger(__name__)
 
@@ -98,22 +99,28 @@ def _be_agent(
     address = _address(arguments.meet)
     profile = read_profiles(arguments.profile, cluster)
     from yuan_train.cli.plan import problem_of
-    from yuan_train.planner.search.search import search_plan
+    from yuan_train.planner.search.pace import Pace, plan_at_pace, step_at_pace
     from yuan_train.planner.search.what_if import with_nodes
     from yuan_train.supervise.agent import Supervised, run_agent
     from yuan_train.supervise.room import open_store_if_here
 
-    def find_plan(here: Sequence[str]) -> Plan:
+    def problem_here(here: Sequence[str]) -> PlanProblem:
         gone = {name: None for name in cluster.groups if name not in here}
-        problem = problem_of(run_config, with_nodes(cluster, gone), profile)
+        return problem_of(run_config, with_nodes(cluster, gone), profile)
+
+    def find_plan(here: Sequence[str], pace: Pace) -> Plan:
         search, size = run_config.feasible_search, run_config.train.micro_batch_size
-        return search_plan(problem, search, micro_batch_size=size).best.plan
+        return plan_at_pace(problem_here(here), pace, search, micro_batch_size=size)
+
+    def price_plan(plan: Plan, here: Sequence[str], pace: Pace) -> float:
+        return step_at_pace(problem_here(here), pace, plan)
 
     job = Supervised(
         run=run_config,
         words=("--config", arguments.config, *arguments.overrides),
         nodes=nodes,
         find_plan=find_plan,
+        price_plan=price_plan,
     )
     held = open_store_if_here(*address)
     try:

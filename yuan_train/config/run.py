@@ -385,6 +385,9 @@ class SuperviseConfig:
     """A change of plan must repay the move within so long a time of running."""
     gain: Annotated[float, Ge(0), Lt(1)] = 0.05
     """The least share of a step that another plan must save."""
+    slow: Annotated[float, Gt(1)] = 1.3
+    """How many times as long as forecast, beside the others, a card computes before a plan is weighed that
+    counts its pace."""
     attempts: Count = 3
     """The same fault so many times without a step in between, and without a lost node, ends the run."""
 

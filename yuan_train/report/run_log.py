@@ -217,6 +217,32 @@ class RunLog:
         )
 
 
+PACE_STEPS = 16
+"""Steps that the pace of cards is measured over."""
+UNSTEADY = 0.6
+"""Between its quarters, as a part of its median: a rank whose times lie as far apart has no pace yet."""
+
+
+def measured_pace(plan: Plan, steps: Sequence[Line]) -> dict[int, float]:
+    """By rank, how many times as long as forecast it computed in the last steps, beside the other ranks: the
+    one in the middle has 1. Empty without a forecast, or before there are `PACE_STEPS` steps under the plan.
+
+    Ranks that wait for each other inside a layer (a tensor-parallel group) are as slow as their slowest.
+    """
+    shares = _forecast_shares(plan)
+    columns = [line["stage_seconds"] for line in steps[-PACE_STEPS:] if line.get("stage_seconds")]
+    if len(columns) < PACE_STEPS or any(len(column) != plan.world_size for column in columns):
+        return {}
+    times: dict[int, float] = {}
+    for rank, seconds in enumerate(zip(*columns, strict=True)):
+        low, middle, high = statistics.quantiles(seconds, n=4)
+        share = shares.get(rank)
+        if share is not None and share.seconds and middle and (high - low) / middle < UNSTEADY:
+            times[rank] = middle / share.seconds
+    common = statistics.median_low(times.values()) if times else 1.0
+    return {rank: own / common for rank, own in times.items()}
+
+
 def read_run(directory: str | Path) -> RunLog:
     """Read a log directory. Raises ConfigError if it is none, or if no step is finished yet."""
     folder = Path(directory)

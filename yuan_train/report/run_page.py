@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from html import escape
 
 from yuan_train.config.load import dump
+from yuan_train.config.run import SuperviseConfig
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.report.html import bars, chart, smooth, table, whole_page
-from yuan_train.report.run_log import CONFIG, Line, RankShare, RunLog
+from yuan_train.report.run_log import CONFIG, Line, RankShare, RunLog, measured_pace
 
 MAX_RANKS = 16
 """Rows of ranks in the terminal; the page has four times as many."""
@@ -21,6 +22,8 @@ MAX_TEXT = 400
 """Characters of an answer on the page."""
 MAX_QUOTED = 100
 """Characters of an answer on a terminal."""
+SLOW, MOST_SLOW = SuperviseConfig().slow, 4
+"""From which pace on a rank is told to be slow, and how many of these are named."""
 MANY_TIMES = 10.0
 """So far above its forecast a time is told as a multiple: a rehearsal on processors takes thousands."""
 
@@ -114,6 +117,8 @@ def _summary(run: RunLog) -> list[tuple[str, str]]:
         mfu = [line["mfu"] for line in run.warm if line.get("mfu") is not None]
         used = f", MFU {statistics.median(mfu):.1%}" if mfu else ""
         found.append(("speed", f"{statistics.median(speeds):,.0f} tokens/s{used}"))
+    if slow := _slow_ranks(run):
+        found.append(("slow", slow))
     if "generation_seconds" in last:
         share = statistics.median(line["generation_seconds"] / line["step_seconds"] for line in run.warm)
         found.append(("generation", f"{share:.0%} of a step"))
@@ -130,6 +135,15 @@ def _summary(run: RunLog) -> list[tuple[str, str]]:
         left = show_seconds((run.num_steps - last["step"]) * measured)
         found.append(("left", f"{left} at this speed"))
     return found
+
+
+def _slow_ranks(run: RunLog) -> str:
+    """The ranks that lately computed longer than the others, beside the forecast."""
+    pace = measured_pace(run.plan, run.steps) if run.plan is not None else {}
+    slow = sorted((rank for rank in pace if pace[rank] >= SLOW), key=lambda rank: -pace[rank])
+    names = {entry.rank: entry.device for entry in run.plan.ranks} if run.plan is not None else {}
+    words = [f"rank {rank} ({names[rank]}) {pace[rank]:.1f} times" for rank in slow[:MOST_SLOW]]
+    return f"{', '.join(words)} as long as forecast, beside the others" if words else ""
 
 
 def _gaps(run: RunLog) -> str:

@@ -30,7 +30,7 @@ from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import RunConfig, SuperviseConfig
 from yuan_train.config.units import show_seconds
 from yuan_train.parallel.environment import end_with_parent, free_port
-from yuan_train.report.run_log import Event, Journal
+from yuan_train.report.run_log import PACE_STEPS, WARM_UP_STEPS, Event, Journal, measured_pace
 from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
 
 
@@ -150,15 +150,22 @@ SAVE_SECONDS = 60.0
 """In which ranks save and end once the store is gone."""
 LOOK_SECONDS = 1.0
 """Between two looks at the log, and at who waits."""
-TAIL_BYTES = 1 << 16
+TAIL_BYTES = 1 << 18
+MOST_NAMED = 4
+"""Cards in one sentence."""
 LINES_READ = 10
+"""Of the log, for the seconds of a step."""
 MOVE_SECONDS = 60.0
 """What a change of plan is taken to cost until a start has been measured."""
 SPOILT = (2, 3)
 """Exit codes of wrong input, which another try does not mend."""
 
-FindPlan = Callable[[Sequence[str]], Plan]
+Pace = Mapping[str, float]
+"""By card, how many times as long as its type it computes; 1 where it is not named."""
+FindPlan = Callable[[Sequence[str], Pace], Plan]
 """The fastest plan for some of the cluster's nodes. Raises NoPlanFits."""
+PricePlan = Callable[[Plan, Sequence[str], Pace], float]
+"""Seconds of a plan's step on some of the nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +179,7 @@ class Supervised:
     nodes: Sequence[str]
     """All that the cluster file has."""
     find_plan: FindPlan
+    price_plan: PricePlan
 
     @property
     def folder(self) -> Path:
@@ -334,20 +342,28 @@ class Lead:
         self._has_stepped = False
         self._considered: tuple[str, ...] = ()
         """Nodes that wait, of which it is decided whether they are let in."""
+        self._weighed: Pace = self._pace
+        """Of which it is decided whether it is planned for."""
 
     @property
     def _nodes(self) -> tuple[str, ...]:
         """Those that take part, in the cluster's order."""
         return tuple(node for node in self._job.nodes if node in self._members)
 
+    @property
+    def _pace(self) -> dict[str, float]:
+        """What is planned for."""
+        return self._room.recall("pace") or {}
+
     def give_order(self) -> None:
         """Plan for the nodes that are here, and say what all start."""
         kept = self._room.recall("plan") or {"number": 0, "nodes": [], "forecast": None, "text": None}
         before, nodes = kept["forecast"], list(self._nodes)
-        number = kept["number"] + (nodes != kept["nodes"])
+        is_same = nodes == kept["nodes"] and not kept.get("is_stale")
+        number = kept["number"] + (not is_same)
         path = plan_path(self._job, number)
         try:
-            plan = self._plan = self._plan_again(path, kept["text"] if nodes == kept["nodes"] else None)
+            plan = self._plan = self._plan_again(path, kept["text"] if is_same else None)
         except NoPlanFits as error:
             self._note("waits", f"no plan fits {_listed(nodes)}: {error}", None, before, None)
             self._round.give(Directive(None))
@@ -377,6 +393,8 @@ class Lead:
         if waiting and waiting != self._considered:
             self._considered = waiting
             self._consider(waiting)
+        elif self._plan is not None:
+            self._weigh_pace(self._plan)
 
     def judge(self) -> None:
         """When this agent's ranks have ended: say what comes next."""
@@ -390,7 +408,7 @@ class Lead:
     def _plan_again(self, path: Path, text: str | None) -> Plan:
         """The plan of these nodes: the one that they had, or the fastest."""
         if text is None:
-            return self._job.find_plan(self._nodes)
+            return self._job.find_plan(self._nodes, self._pace)
         write_text(path, text)
         return load_plan(path)
 
@@ -400,13 +418,46 @@ class Lead:
         if self._plan is None:
             self._stop(f"{names} came")
             return
-        run, before = self._job.run, _forecast(self._plan)
+        before = _forecast(self._plan)
         nodes = tuple(node for node in self._job.nodes if node in (*self._members, *waiting))
         try:
-            after = _forecast(self._job.find_plan(nodes))
+            after = _forecast(self._job.find_plan(nodes, self._pace))
         except NoPlanFits:
             return
-        move = weigh_move(
+        move = self._weigh(before, after)
+        if move.is_worth_it:
+            self._stop(f"{names} came: {move.reason}")
+        else:
+            self._note("stays", f"{names} waits: {move.reason}", None, before, after)
+
+    def _weigh_pace(self, plan: Plan) -> None:
+        """Plan anew for cards that compute slower, or again faster, than planned, if that repays the move."""
+        run, slow = self._job.run, self._job.run.supervise.slow
+        first = self._first_step + WARM_UP_STEPS
+        found = measured_pace(plan, [line for line in _last_lines(run, PACE_STEPS) if line["step"] > first])
+        old = self._pace
+        pace = _beside_each_other(
+            {plan.ranks[rank].device: f * old.get(plan.ranks[rank].device, 1.0) for rank, f in found.items()}
+        )
+        if _is_near(pace, old, slow) or _is_near(pace, self._weighed, slow):
+            return
+        self._weighed = pace
+        try:
+            before = self._job.price_plan(plan, self._nodes, pace)
+            after = _forecast(self._job.find_plan(self._nodes, pace))
+        except NoPlanFits:
+            return
+        move, words = self._weigh(before, after), _pace_words(pace, old, slow)
+        if not move.is_worth_it:
+            self._note("stays", f"{words}: {move.reason}", None, before, after)
+            return
+        self._room.remember("pace", pace)
+        self._room.remember("plan", {**self._room.recall("plan"), "forecast": before, "is_stale": True})
+        self._stop(f"{words}: {move.reason}")
+
+    def _weigh(self, before: float, after: float) -> Weighed:
+        run = self._job.run
+        return weigh_move(
             before,
             after,
             measured=_measured(run),
@@ -414,10 +465,6 @@ class Lead:
             move_seconds=self._room.recall("move_seconds") or MOVE_SECONDS,
             settings=run.supervise,
         )
-        if move.is_worth_it:
-            self._stop(f"{names} came: {move.reason}")
-        else:
-            self._note("stays", f"{names} waits: {move.reason}", None, before, after)
 
     def _outcome(self, done: Mapping[int, Done]) -> Ended | None:
         """How the run has ended; None: it goes on."""
@@ -483,18 +530,18 @@ def saved_step(run: RunConfig) -> int:
 
 def last_step(run: RunConfig) -> int:
     """The last step that the log or a checkpoint has."""
-    lines = _last_lines(run)
+    lines = _last_lines(run, 1)
     return max(saved_step(run), lines[-1]["step"] if lines else 0)
 
 
 def _measured(run: RunConfig) -> float | None:
     """Seconds of a step as measured in the last ones; None: not yet."""
-    lines = _last_lines(run)
+    lines = _last_lines(run, LINES_READ)
     return statistics.median(line["step_seconds"] for line in lines) if lines else None
 
 
-def _last_lines(run: RunConfig) -> list[dict[str, Any]]:
-    """The last whole lines of metrics.jsonl."""
+def _last_lines(run: RunConfig, count: int) -> list[dict[str, Any]]:
+    """The last whole lines of metrics.jsonl, at most so many."""
     try:
         with (Path(run.log.directory or "") / "metrics.jsonl").open("rb") as file:
             size = file.seek(0, 2)
@@ -506,8 +553,32 @@ def _last_lines(run: RunConfig) -> list[dict[str, Any]]:
     for line in text.splitlines():
         with suppress(ValueError, TypeError, KeyError):
             values = json.loads(line)
-            found.append({"step": int(values["step"]), "step_seconds": float(values["step_seconds"])})
-    return found[-LINES_READ:]
+            line = {"step": int(values["step"]), "step_seconds": float(values["step_seconds"])}
+            found.append(line | {"stage_seconds": values.get("stage_seconds")})
+    return found[-count:]
+
+
+def _beside_each_other(pace: Pace) -> dict[str, float]:
+    """The pace of cards, of which the one in the middle has 1."""
+    common = statistics.median_low(pace.values()) if pace else 1.0
+    return {card: round(factor / common, 3) for card, factor in pace.items()}
+
+
+def _is_near(pace: Pace, other: Pace, factor: float) -> bool:
+    """Whether no card of `pace` has another one that differs by that factor."""
+    return all(1 / factor < own / other.get(card, 1.0) < factor for card, own in pace.items())
+
+
+def _pace_words(pace: Pace, old: Pace, slow: float) -> str:
+    """`b/0 computes 3.0 times as long as its type is forecast to (1.0 was planned for)`."""
+    other = [card for card in pace if not _is_near({card: pace[card]}, old, slow)]
+    words = [
+        f"{card} computes {pace[card]:.1f} times as long as its type is forecast to "
+        f"({old.get(card, 1.0):.1f} was planned for)"
+        for card in other[:MOST_NAMED]
+    ]
+    more = [f"{len(other) - MOST_NAMED} more cards too"] if len(other) > MOST_NAMED else []
+    return ", ".join([*words, *more])
 
 
 def _forecast(plan: Plan) -> float:

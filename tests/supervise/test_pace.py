@@ -1,0 +1,228 @@
+"""Cards that compute at another pace than planned: when that is noticed, and what the lead makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.project import make_project, parse_plan, run_config
+from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
+from yuan_train.config.plan_constraints import save_plan
+from yuan_train.config.run import SuperviseConfig
+from yuan_train.report.run_log import measured_pace, read_journal, read_run
+from yuan_train.report.run_page import run_lines
+from yuan_train.supervise.agent import Lead, Supervised
+from yuan_train.supervise.room import Agent
+
+SLOW = SuperviseConfig().slow
+NONE = MemoryForecast(**dict.fromkeys(MemoryForecast.__dataclass_fields__, 0.0))
+
+
+def with_forecast(plan: Plan, step_seconds: float = 1.0) -> Plan:
+    """Each stage is forecast to take 0.1 s for a forward and 0.2 s for a backward."""
+    stages = tuple(
+        StageForecast(
+            pipeline=p, stage=s, forward_seconds=0.1, backward_seconds=0.2, peak_memory_bytes=0.0, memory=NONE
+        )
+        for p, pipeline in enumerate(plan.pipelines)
+        for s in range(len(pipeline.stages))
+    )
+    forecast = Forecast(
+        step_seconds=step_seconds,
+        tokens_per_second=1.0,
+        bubble_fraction=0.0,
+        lower_bound_seconds=0.0,
+        source="estimated",
+        stages=stages,
+    )
+    return replace(plan, forecast=forecast)
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Plan]:
+    """By their number of ranks."""
+    run = run_config(make_project(tmp_path_factory.mktemp("project")))
+    texts = {2: "1x8: 3@0 | 3@1", 3: "1x8: 2@0 | 2@1 | 2@2", 6: "1x4: 2@0 | 2@1 | 2@2 / 1x4: 2@3 | 2@4 | 2@5"}
+    return {count: with_forecast(parse_plan(run, text)) for count, text in texts.items()}
+
+
+def lines(count: int, steps: int, noise: float, seed: int, slow_from: int | None = None) -> list[Any]:
+    """Metrics of ranks that compute twice as long as forecast; the last one, from a step on, six times."""
+    chance = random.Random(seed)
+    factors = [2.0] * count
+    found: list[Any] = []
+    for step in range(1, steps + 1):
+        factors[-1] = 6.0 if slow_from is not None and step >= slow_from else 2.0
+        seconds = [2.4 * factor * max(0.1, chance.gauss(1.0, noise)) for factor in factors]
+        found.append({"step": step, "step_seconds": sum(seconds), "stage_seconds": seconds})
+    return found
+
+
+def unlike(pace: dict[int, float]) -> dict[int, float]:
+    return {rank: factor for rank, factor in pace.items() if not 1 / SLOW < factor < SLOW}
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
+def test_500_steps_without_a_slow_card_raise_no_alarm(
+    plans: dict[int, Plan], count: int, noise: float
+) -> None:
+    for seed in range(3):
+        all_lines = lines(count, 500, noise, seed)
+        for end in range(len(all_lines)):
+            assert not unlike(measured_pace(plans[count], all_lines[:end])), (seed, end)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_a_card_at_a_third_of_its_speed_is_named_within_20_steps(
+    plans: dict[int, Plan], count: int, noise: float
+) -> None:
+    for seed in range(10):
+        all_lines = lines(count, 120, noise, seed, slow_from=100)
+        first = next(e for e in range(100, 120) if unlike(measured_pace(plans[count], all_lines[:e])))
+        assert first > 105, "a few slow steps are no pace"
+        pace = measured_pace(plans[count], all_lines)
+        assert list(unlike(pace)) == [count - 1] and pace[count - 1] == pytest.approx(
+            3.0, rel=2 * noise + 1e-9
+        )
+
+
+def test_what_has_no_pace(plans: dict[int, Plan]) -> None:
+    """Too few steps, another plan's ranks, steps that were not measured, and times that go to and fro."""
+    steady = lines(2, 40, 0.0, 0)
+    assert measured_pace(plans[2], steady) == {0: 1.0, 1: 1.0}
+    assert measured_pace(plans[2], steady[:15]) == {}
+    assert measured_pace(plans[3], steady) == {}
+    assert measured_pace(plans[2], [line | {"stage_seconds": None} for line in steady]) == {}
+    assert measured_pace(replace(plans[2], forecast=None), steady) == {}
+    waving = [line | {"stage_seconds": [4.8, 4.8 if i % 2 else 19.0]} for i, line in enumerate(steady)]
+    assert measured_pace(plans[2], waving) == {0: 1.0}
+
+
+def test_show_names_a_slow_rank(plans: dict[int, Plan], tmp_path: Path) -> None:
+    save_plan(tmp_path / "plan.yaml", plans[3])
+    for slow_from, is_told in ((None, False), (20, True)):
+        more = {"loss": 1.0, "peak_memory_bytes": [1, 1, 1]}
+        found = [json.dumps(line | more) for line in lines(3, 60, 0.02, 0, slow_from)]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in found))
+        shown = "\n".join(run_lines(read_run(tmp_path)))
+        assert ("rank 2 (card/2) 3.0 times as long as forecast, beside the others" in shown) == is_told
+
+
+class FakeRoom:
+    """Remembers as the store does; nobody waits."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+
+    def remember(self, key: str, value: Any) -> None:
+        self.kept[key] = json.dumps(value)
+
+    def recall(self, key: str) -> Any:
+        return json.loads(self.kept.get(key, "null"))
+
+    def waiting(self, nodes: Sequence[str], members: Sequence[str]) -> tuple[str, ...]:
+        return ()
+
+
+class FakeRound:
+    def __init__(self) -> None:
+        self.orders: list[Any] = []
+        self.stopped = ""
+
+    def give(self, order: Any) -> None:
+        self.orders.append(order)
+
+    def stop(self, reason: str) -> None:
+        self.stopped = reason
+
+
+class FakePlanner:
+    """Plans whose step is as long as their slowest card allows, or a half where that is planned for."""
+
+    def __init__(self, plan: Plan, gain: float) -> None:
+        self.plan, self.gain = plan, gain
+        self.asked: list[dict[str, float]] = []
+
+    def find(self, here: Sequence[str], pace: Any) -> Plan:
+        self.asked.append(dict(pace))
+        return with_forecast(self.plan, max([1.0, *pace.values()]) * (1 - self.gain if pace else 1.0))
+
+    def price(self, plan: Plan, here: Sequence[str], pace: Any) -> float:
+        return max([1.0, *pace.values()])
+
+
+def lead_of(folder: Path, planner: FakePlanner, room: FakeRoom, monkeypatch: pytest.MonkeyPatch) -> Lead:
+    monkeypatch.setattr("yuan_train.supervise.agent.LOOK_SECONDS", 0.0)
+    run = run_config(
+        make_project(folder),
+        "train.steps=100000",
+        f"log.directory={folder / 'log'}",
+        f"checkpoint.directory={folder / 'checkpoints'}",
+    )
+    nodes = ("card",)
+    job = Supervised(run=run, words=(), nodes=nodes, find_plan=planner.find, price_plan=planner.price)
+    members = {"card": Agent("card", "token", "127.0.0.1", 1)}
+    lead = Lead(job, room, FakeRound(), members)  # pyright: ignore[reportArgumentType]
+    lead.give_order()
+    return lead
+
+
+def write_lines(folder: Path, found: list[Any]) -> None:
+    (folder / "log" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+
+
+def stopped(lead: Lead) -> str:
+    return lead._round.stopped  # pyright: ignore
+
+
+def test_a_slow_card_is_planned_for_and_later_not(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner, room = FakePlanner(plans[2], gain=0.5), FakeRoom()
+    lead = lead_of(tmp_path, planner, room, monkeypatch)
+    for steps in (5, 30):
+        write_lines(tmp_path, lines(2, steps, 0.0, 0))
+        lead.look_around()
+    assert not stopped(lead) and planner.asked == [{}]
+    write_lines(tmp_path, lines(2, 60, 0.0, 0, slow_from=30))
+    lead.look_around()
+    assert stopped(lead).startswith(
+        "card/1 computes 3.0 times as long as its type is forecast to (1.0 was planned for): a step of 1.5 s"
+    )
+    # The next start has another plan of the same node, made for what was measured.
+    again = lead_of(tmp_path, planner, room, monkeypatch)
+    assert planner.asked[-1] == {"card/0": 1.0, "card/1": 3.0}
+    moved = read_journal(tmp_path / "log")[-1]
+    assert (moved.event, moved.forecast_before, moved.forecast_after) == ("moved", 3.0, 1.5)
+    assert moved.plan is not None and moved.plan.endswith("plan-2.yaml")
+    # As forecast for the slow card, both are at the pace of the plan; then it is three times as fast.
+    write_lines(tmp_path, lines(2, 30, 0.0, 0))
+    again.look_around()
+    assert not stopped(again)
+    faster = [line | {"stage_seconds": [4.8, 1.6]} for line in lines(2, 60, 0.0, 0)]
+    write_lines(tmp_path, faster)
+    again.look_around()
+    assert planner.asked[-1] == {"card/0": 1.0, "card/1": 1.0}
+    assert "card/1 computes 1.0 times as long as its type is forecast to (3.0 was" in stopped(again)
+
+
+def test_a_slow_card_stays_where_nothing_gains(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is weighed and written once, until the card changes again."""
+    planner = FakePlanner(plans[2], gain=0.0)
+    lead = lead_of(tmp_path, planner, FakeRoom(), monkeypatch)
+    for steps in (10, 60, 70, 80):
+        write_lines(tmp_path, lines(2, steps, 0.0, 0, slow_from=12))
+        lead.look_around()
+    assert not stopped(lead)
+    assert [entry.event for entry in read_journal(tmp_path / "log")] == ["started", "stays"]
+    assert "card/1 computes 3.0 times as long" in read_journal(tmp_path / "log")[-1].reason
