@@ -7,17 +7,15 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.support.project import make_plan, make_project, run_config
+from tests.support.project import make_plan, make_project, run_config, with_forecast
 from yuan_train.cli.main import main
 from yuan_train.config.load import dump
-from yuan_train.config.plan import Forecast, MemoryForecast, StageForecast
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.report.html import round_ticks
 
@@ -54,30 +52,15 @@ def log(tmp_path: Path) -> Path:
     measured = {"stage_seconds": [0.45, 0.2], "peak_memory_bytes": [3 * 2**30, 2**30]}
     lines = [step(i, **(measured if i % 5 == 0 else {})) for i in range(1, 41)]
     lines[19]["validation_loss"] = 5.5
-    memory = MemoryForecast(
-        parameters=2.0**30, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, reserved=0
-    )
-    stages = tuple(
-        StageForecast(
-            pipeline=0,
-            stage=s,
-            forward_seconds=0.01,
-            backward_seconds=0.02 * (2 - s),
-            peak_memory_bytes=2.0**30,
-            memory=memory,
-        )
-        for s in (0, 1)
-    )
-    forecast = Forecast(
+    plan = with_forecast(
+        make_plan(run, [[4, 2]]),
+        seconds=[(0.01, 0.04), (0.01, 0.02)],
+        memory={"parameters": 2.0**30},
         step_seconds=0.4,
-        tokens_per_second=480,
-        bubble_fraction=0.1,
-        lower_bound_seconds=0.3,
         source="measured",
-        stages=stages,
     )
     found = write_log(tmp_path, lines, dump(run))
-    save_plan(found / "plan.yaml", replace(make_plan(run, [[4, 2]]), forecast=forecast))
+    save_plan(found / "plan.yaml", plan)
     return found
 
 

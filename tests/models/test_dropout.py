@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import ConfigError
 from yuan_train.models import dropout
-from yuan_train.models.dropout import DropoutSeed, Tokens, hashes, hidden_dropout
+from yuan_train.models.dropout import DropoutSeed, hashes, hidden_dropout
 
 RATES = (0.1, 0.5)
 COUNT = 1 << 18
@@ -62,16 +62,16 @@ def test_masks_look_independent(rate: float) -> None:
 def test_a_sample_has_its_mask_in_any_micro_batch() -> None:
     x = torch.ones(4, 8, 16, dtype=torch.float64)
 
-    def drop(x: torch.Tensor, sample: int, tokens: Tokens) -> torch.Tensor:
+    def drop(x: torch.Tensor, sample: int, tokens: tuple[int, int]) -> torch.Tensor:
         seed = DropoutSeed(5, 10 + sample)
         return hidden_dropout(x, "attention", rate=0.3, dropout_seed=seed, layer=1, tokens=tokens)
 
-    together = drop(x, 0, Tokens(0, 8))
+    together = drop(x, 0, (0, 8))
     for sample in range(4):
-        assert torch.equal(drop(x[:1], sample, Tokens(0, 8))[0], together[sample])
+        assert torch.equal(drop(x[:1], sample, (0, 8))[0], together[sample])
     # And so has each part of the tokens, of one sample or of several, the last one padded.
     for first, last in ((0, 3), (5, 8), (6, 19), (27, 34)):
-        part = drop(torch.ones(last - first, 16, dtype=torch.float64), 0, Tokens(first, 8))
+        part = drop(torch.ones(last - first, 16, dtype=torch.float64), 0, (first, 8))
         assert torch.equal(part[: 32 - first], together.flatten(0, 1)[first:last])
     assert set(together.unique().tolist()) == {0.0, 1 / (1 - 0.3)}
 
@@ -81,7 +81,7 @@ def test_the_gradient_has_the_mask_of_the_forward() -> None:
 
     def drop(x: torch.Tensor) -> torch.Tensor:
         return hidden_dropout(
-            x, "feed_forward", rate=0.5, dropout_seed=DropoutSeed(1, 0), layer=0, tokens=Tokens(0, 3)
+            x, "feed_forward", rate=0.5, dropout_seed=DropoutSeed(1, 0), layer=0, tokens=(0, 3)
         )
 
     assert torch.autograd.gradcheck(drop, (x.requires_grad_(),))
@@ -103,11 +103,6 @@ PLANS: dict[str, dict] = {
     "tokens divided": {"text": "2x4: 2@0,1 | 4@2,3 full", "sequence_parallel": True},
 }
 OVERRIDES = ("train.precision=fp64", "train.steps=2", "validation.every=2", "model.hidden_dropout=0.2")
-
-
-def difference(curve: list[dict], reference: list[dict], key: str) -> float:
-    assert len(curve) == len(reference) == 2
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
 def test_no_plan_changes_a_mask(

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.test_plans import weights_in
 from tests.planner.search.test_search import card, cluster, problem
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases
+from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
@@ -80,7 +79,7 @@ def test_activations_that_leave_change_no_bit(run_file: Path, tmp_path: Path) ->
     for away, here in zip(cases[::2], cases[1::2], strict=True):
         ours, theirs = read_metrics(away.folder), read_metrics(here.folder)
         assert [(m["loss"], m["grad_norm"]) for m in ours] == [(m["loss"], m["grad_norm"]) for m in theirs]
-        before, after = weights_in(here.folder / "ck"), weights_in(away.folder / "ck")
+        before, after = saved_tensors(here.folder / "ck"), saved_tensors(away.folder / "ck")
         assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before), away
     assert read_metrics(control.folder)[-1]["loss"] != read_metrics(cases[0].folder)[-1]["loss"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -31,11 +31,6 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 STEPS = 3
 OVERRIDES = ("train.precision=fp64", f"train.steps={STEPS}", "optimizer.bucket_size=1")
-
-
-def difference(curve: list[dict], reference: list[dict], key: str) -> float:
-    assert len(curve) == len(reference) == STEPS
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)

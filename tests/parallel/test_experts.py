@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.test_plans import difference, weights_in
 from tests.support.models import VARIANTS, tiny_model
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases
+from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.models.transformer import Transformer, init_weights
@@ -62,8 +61,8 @@ def test_pipelines_compute_what_one_process_computes(tmp_path: Path) -> None:
     assert counted == wide[-1]["expert_tokens"] and {sum(layer) for layer in counted} == {3 * 2 * 8 * 24}
     for key in ("loss", "grad_norm"):
         assert difference(read_metrics(cases[1].folder), wide, key) < 1e-9
-    ours = weights_in(tmp_path / "cut" / "ck")
-    for key, wanted in weights_in(tmp_path / "alone fp64" / "ck").items():
+    ours = saved_tensors(tmp_path / "cut" / "ck")
+    for key, wanted in saved_tensors(tmp_path / "alone fp64" / "ck").items():
         assert float((ours[key] - wanted).abs().max() / wanted.abs().max()) < 1e-9, key
     assert difference(read_metrics(tmp_path / "control"), wide, "grad_norm") > 1e-4
 
@@ -142,12 +141,12 @@ def test_shared_experts_are_equal_to_the_bit(tmp_path: Path) -> None:
     run_cases([*cases, replace(control, overrides=(*control.overrides[:-1], "train.steps=1"))])
     for precision, names in cuts.items():
         alone = run_alone(case(precision, "alone"))
-        wanted = weights_in(tmp_path / precision / "alone" / "ck")
+        wanted = saved_tensors(tmp_path / precision / "alone" / "ck")
         for name in names:
             ours = read_metrics(tmp_path / precision / name)
             assert [line["loss"] for line in ours] == [line["loss"] for line in alone], (precision, name)
             assert ours[-1]["expert_tokens"] == alone[-1]["expert_tokens"], name
-            for key, tensor in weights_in(tmp_path / precision / name / "ck").items():
+            for key, tensor in saved_tensors(tmp_path / precision / name / "ck").items():
                 # AdamW on shares of a bucket rounds the ends of its vectors otherwise.
                 same = torch.allclose if name == "sharded" else torch.equal
                 assert same(tensor, wanted[key]), (precision, name, key)
@@ -208,7 +207,7 @@ def test_pipelines_may_divide_experts_differently(tmp_path: Path) -> None:
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
     alone = run_alone(case("alone", 4, "ck alone"))
     resumed = [line for part in loaded for line in read_metrics(part.folder)]
-    wanted = weights_in(tmp_path / "ck alone")
+    wanted = saved_tensors(tmp_path / "ck alone")
     for name, lines in {
         "resumed": resumed,
         **{c.folder.name: read_metrics(c.folder) for c in unlike},
@@ -217,7 +216,7 @@ def test_pipelines_may_divide_experts_differently(tmp_path: Path) -> None:
             for key in ("loss", "grad_norm"):
                 assert line[key] == pytest.approx(other[key], rel=1e-12), (name, key)
     for folder in ("ck", *(f"ck {cut}" for cut in UNLIKE)):
-        for key, tensor in weights_in(tmp_path / folder).items():
+        for key, tensor in saved_tensors(tmp_path / folder).items():
             torch.testing.assert_close(tensor, wanted[key], rtol=1e-9, atol=1e-12, msg=f"{folder}: {key}")
     assert read_metrics(tmp_path / "control")[1]["loss"] != pytest.approx(alone[1]["loss"], rel=1e-6)
 

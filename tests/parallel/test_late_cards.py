@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.test_plans import weights_in
 from tests.support.fake_card import FakeCard, FakeNcclTransport
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import saved_tensors
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
@@ -55,7 +55,7 @@ def numbers(folder: Path) -> list[tuple[float, float, float | None]]:
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    ours, theirs = weights_in(a / "ck"), weights_in(b / "ck")
+    ours, theirs = saved_tensors(a / "ck"), saved_tensors(b / "ck")
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 

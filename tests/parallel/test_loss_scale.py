@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases
-from yuan_train.checkpoint.load import find_checkpoint, load_tensors
+from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
 from yuan_train.checkpoint.names import MANIFEST, STATE, step_name
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
@@ -57,19 +56,6 @@ def difference(curve: list[dict], reference: list[dict], key: str = "loss") -> f
     assert len(curve) == len(reference) > 0
     pairs = zip(column(curve, key), column(reference, key), strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs if b is not None)
-
-
-def tensors_in(checkpoints: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint import FileSystemReader
-
-    found = find_checkpoint(checkpoints)
-    entries = FileSystemReader(found.path).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
-        for name, entry in entries.items()
-    }
-    load_tensors(found, tensors)
-    return tensors
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -165,7 +151,7 @@ def test_a_scale_changes_no_bit(run_file: Path, tmp_path: Path) -> None:
         assert column(with_scale, "loss_scale") == [1024, 2048, 4096]
         for key in ("loss", "grad_norm"):
             assert column(with_scale, key) == column(without, key), (name, key)
-        assert same(*(tensors_in(kind["folder"] / f"{name} ck") for kind in (plain, scaled))), name
+        assert same(*(saved_tensors(kind["folder"] / f"{name} ck") for kind in (plain, scaled))), name
 
 
 def test_a_skipped_step_changes_no_rank(run_file: Path, tmp_path: Path) -> None:
@@ -185,8 +171,8 @@ def test_a_skipped_step_changes_no_rank(run_file: Path, tmp_path: Path) -> None:
     run_cases([case])
     run_alone(start)
     assert read_metrics(case.folder)[-1]["skipped_steps"] == 3
-    saved = tensors_in(tmp_path / "ck")
-    assert same(saved, tensors_in(tmp_path / "one"))
+    saved = saved_tensors(tmp_path / "ck")
+    assert same(saved, saved_tensors(tmp_path / "one"))
     assert all(not tensor.any() for name, tensor in saved.items() if name.startswith("exp_avg"))
     state = json.loads((tmp_path / "ck" / step_name(3) / STATE).read_text())
     assert state["skipped"] == 3 and state["scaler"] == {"scale": 2.0**37, "good_steps": 0}
@@ -215,7 +201,7 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(run_file: Path, tmp_path:
     assert 0 < uninterrupted[3]["skipped_steps"] < 4
     for key in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
         assert column(resumed, key) == column(uninterrupted, key), key
-    assert same(tensors_in(tmp_path / "resumed ck"), tensors_in(tmp_path / "uninterrupted ck"))
+    assert same(saved_tensors(tmp_path / "resumed ck"), saved_tensors(tmp_path / "uninterrupted ck"))
 
     checkpoint = tmp_path / "resumed ck" / step_name(4)
     state = json.loads((checkpoint / STATE).read_text())

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.test_plans import weights_in
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases
+from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
@@ -66,7 +65,7 @@ def numbers(folder: Path) -> list[tuple[float, float]]:
 
 
 def equal(a: Path, b: Path) -> bool:
-    ours, theirs = weights_in(a / "ck"), weights_in(b / "ck")
+    ours, theirs = saved_tensors(a / "ck"), saved_tensors(b / "ck")
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 

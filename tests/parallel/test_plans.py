@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases
-from yuan_train.checkpoint.load import find_checkpoint, load_tensors
+from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import RunConfig
@@ -154,25 +153,7 @@ def reference(
     """Precision, metrics and weights of one process."""
     folder = tmp_path_factory.mktemp("alone")
     case = Case(run_file, folder, None, overrides(request.param, folder / "ck"))
-    return request.param, run_alone(case), weights_in(folder / "ck")
-
-
-def weights_in(checkpoints: Path) -> dict[str, torch.Tensor]:
-    from torch.distributed.checkpoint import FileSystemReader
-
-    found = find_checkpoint(checkpoints)
-    entries = FileSystemReader(found.path).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
-        for name, entry in entries.items()
-    }
-    load_tensors(found, tensors)
-    return tensors
-
-
-def difference(curve: list[dict], reference: list[dict], key: str) -> float:
-    assert len(curve) == len(reference) >= STEPS
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
+    return request.param, run_alone(case), saved_tensors(folder / "ck")
 
 
 def test_every_plan_computes_what_one_process_computes(
@@ -198,7 +179,7 @@ def test_every_plan_computes_what_one_process_computes(
             )
         validated = curve[-1]["validation_loss"]
         assert ours[-1]["validation_loss"] == pytest.approx(validated, rel=TOLERANCE[precision]), name
-        saved = weights_in(tmp_path / f"{name} ck")
+        saved = saved_tensors(tmp_path / f"{name} ck")
         assert saved.keys() == weights.keys(), name
         for key, tensor in weights.items():
             scale = float(tensor.abs().max())
@@ -257,7 +238,7 @@ def test_norms_that_meet_a_part_of_the_tokens_need_the_others_gradients(
             for key, folder in folders.items()
         ]
     )
-    wanted, both = weights_in(tmp_path / "alone ck"), [weights_in(f / "ck") for f in folders.values()]
+    wanted, both = saved_tensors(tmp_path / "alone ck"), [saved_tensors(f / "ck") for f in folders.values()]
     norms = [key for key in wanted if key.startswith("weights.layers.") and key.endswith("norm.weight")]
     assert len(norms) == 18
     for key in [*norms, "weights.layers.0.filter.conv2.bias"]:
@@ -317,7 +298,7 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
         plain = cases[name, 0.0].folder
         for ours, theirs in zip(read_metrics(case.folder), read_metrics(plain), strict=True):
             assert (ours["loss"], ours["grad_norm"]) == (theirs["loss"], theirs["grad_norm"]), (name, x)
-        before, after = weights_in(plain / "ck"), weights_in(case.folder / "ck")
+        before, after = saved_tensors(plain / "ck"), saved_tensors(case.folder / "ck")
         assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before), (
             name,
             x,
@@ -388,13 +369,13 @@ def test_a_checkpoint_of_one_plan_loads_under_others(run_file: Path, tmp_path: P
         Case(run_file, tmp_path / name, plan, (*resumed, "train.steps=4")) for name, plan in others.items()
     ]
     run_cases([*unstepped, *continued])
-    before = weights_in(tmp_path / "ck")
+    before = saved_tensors(tmp_path / "ck")
     for name, case in zip(others, continued, strict=True):
         lines = read_metrics(case.folder)
         assert [line["step"] for line in lines] == [3, 4], name
         for ours, theirs in zip(lines, curve[2:], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12), name
-        after = weights_in(tmp_path / f"{name} still ck")
+        after = saved_tensors(tmp_path / f"{name} still ck")
         assert after.keys() == before.keys() and all(torch.equal(after[k], before[k]) for k in before), name
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.project import make_project, parse_plan, run_config
-from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
+from tests.support.project import make_project, parse_plan, run_config, with_forecast
+from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import SuperviseConfig
 from yuan_train.report.run_log import measured_pace, read_journal, read_run
@@ -21,27 +21,7 @@ from yuan_train.supervise.agent import Lead, Supervised
 from yuan_train.supervise.room import Agent
 
 SLOW = SuperviseConfig().slow
-NONE = MemoryForecast(**dict.fromkeys(MemoryForecast.__dataclass_fields__, 0.0))
-
-
-def with_forecast(plan: Plan, step_seconds: float = 1.0) -> Plan:
-    """Each stage is forecast to take 0.1 s for a forward and 0.2 s for a backward."""
-    stages = tuple(
-        StageForecast(
-            pipeline=p, stage=s, forward_seconds=0.1, backward_seconds=0.2, peak_memory_bytes=0.0, memory=NONE
-        )
-        for p, pipeline in enumerate(plan.pipelines)
-        for s in range(len(pipeline.stages))
-    )
-    forecast = Forecast(
-        step_seconds=step_seconds,
-        tokens_per_second=1.0,
-        bubble_fraction=0.0,
-        lower_bound_seconds=0.0,
-        source="estimated",
-        stages=stages,
-    )
-    return replace(plan, forecast=forecast)
+SECONDS = [(0.1, 0.2)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +29,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Plan]:
     """By their number of ranks."""
     run = run_config(make_project(tmp_path_factory.mktemp("project")))
     texts = {2: "1x8: 3@0 | 3@1", 3: "1x8: 2@0 | 2@1 | 2@2", 6: "1x4: 2@0 | 2@1 | 2@2 / 1x4: 2@3 | 2@4 | 2@5"}
-    return {count: with_forecast(parse_plan(run, text)) for count, text in texts.items()}
+    return {count: with_forecast(parse_plan(run, text), seconds=SECONDS) for count, text in texts.items()}
 
 
 def lines(count: int, steps: int, noise: float, seed: int, slow_from: int | None = None) -> list[Any]:
@@ -153,7 +133,8 @@ class FakePlanner:
 
     def find(self, here: Sequence[str], pace: Any) -> Plan:
         self.asked.append(dict(pace))
-        return with_forecast(self.plan, max([1.0, *pace.values()]) * (1 - self.gain if pace else 1.0))
+        step = max([1.0, *pace.values()]) * (1 - self.gain if pace else 1.0)
+        return with_forecast(self.plan, seconds=SECONDS, step_seconds=step)
 
     def price(self, plan: Plan, here: Sequence[str], pace: Any) -> float:
         return max([1.0, *pace.values()])

@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import (
+    Forecast,
+    MemoryForecast,
+    PipelinePlan,
+    Plan,
+    RankPlan,
+    StageForecast,
+    StagePlan,
+)
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.data.preprocess import preprocess
 from yuan_train.data.tokenizer import train_tokenizer
@@ -90,9 +99,45 @@ def make_plan(
     )
 
 
+def with_forecast(
+    plan: Plan,
+    *,
+    seconds: Sequence[tuple[float, float]] = ((1.0, 1.0),),
+    memory: Mapping[str, float] = {},
+    host_bytes: float = 0.0,
+    **whole: Any,
+) -> Plan:
+    """The plan with a forecast that nothing has computed: of its stages in turn (seconds of a forward, of a
+    backward), bytes by category (0 where not named) and on the host; `whole` are other keys of `Forecast`."""
+    names = [name for name in MemoryForecast.__dataclass_fields__ if name != "critic"]
+    bytes_ = MemoryForecast(**dict.fromkeys(names, 0.0) | dict(memory))
+    times = itertools.cycle(seconds)
+    stages = tuple(
+        StageForecast(
+            pipeline=p,
+            stage=s,
+            forward_seconds=own[0],
+            backward_seconds=own[1],
+            peak_memory_bytes=bytes_.total,
+            memory=bytes_,
+            host_memory_bytes=host_bytes,
+        )
+        for p, pipeline in enumerate(plan.pipelines)
+        for s, own in zip(range(len(pipeline.stages)), times)  # noqa: B905
+    )
+    keys = {"step_seconds": 1.0, "tokens_per_second": 1.0, "bubble_fraction": 0.0, "lower_bound_seconds": 0.0}
+    return replace(plan, forecast=Forecast(**{**keys, "source": "estimated", **whole}, stages=stages))
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def difference(curve: list[dict[str, Any]], reference: list[dict[str, Any]], key: str = "loss") -> float:
+    """The most by which a figure of two runs of as many steps differs, relative to the second one's."""
+    assert len(curve) == len(reference) > 0
+    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
 def run_config(path: Path, *overrides: str) -> RunConfig:

@@ -18,6 +18,7 @@ import torch
 from tests.support.decisions import decisions
 from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
+from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.config.plan import Plan
 from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
@@ -81,6 +82,20 @@ def run_alone(case: Case, device: Device | None = None) -> list[dict]:
     with decisions(record=case.record, replay=case.replay):
         _train(prepare(_config(case), case.plan, Position()), device)
     return read_metrics(case.folder)
+
+
+def saved_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, by name: weights and both moments."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = find_checkpoint(checkpoints)
+    entries = FileSystemReader(found.path).read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore
+        for name, entry in entries.items()
+    }
+    load_tensors(found, tensors)
+    return tensors
 
 
 def _run_cases(rank: int, cases: list[Case]) -> None:

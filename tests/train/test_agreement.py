@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import make_plan, make_project, run_config
+from tests.support.project import make_plan, make_project, run_config, with_forecast
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.cli import launch
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import YuanError
-from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import init_distributed, shutdown
@@ -135,7 +134,7 @@ def test_cards_that_do_not_go_together(project: Path) -> None:
 def _tell_cards(rank: int, run_file: Path, port: int) -> None:
     as_rank(rank, 2, port)
     run = run_config(run_file)
-    plan = with_forecast(make_plan(run, [[2, 4]]), GIB)
+    plan = with_forecast(make_plan(run, [[2, 4]]), memory={"parameters": GIB})
     job = prepare(run, plan, Position(rank, 2, rank, 2))
     said: list[str] = []
     handler = logging.Handler()
@@ -167,28 +166,6 @@ def _tell_cards(rank: int, run_file: Path, port: int) -> None:
     short = fault(memory=GIB // 2)
     assert short.startswith("PlanError: rank 1 (") and "1.0 GiB at its peak" in short and "512.0 MiB" in short
     shutdown()
-
-
-def with_forecast(plan: Plan, peak: float) -> Plan:
-    """The plan with a forecast of `peak` bytes on each card."""
-    memory = MemoryForecast(
-        parameters=peak, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, reserved=0
-    )
-    stages = tuple(
-        StageForecast(
-            pipeline=0, stage=s, forward_seconds=1, backward_seconds=1, peak_memory_bytes=peak, memory=memory
-        )
-        for s in range(2)
-    )
-    forecast = Forecast(
-        step_seconds=1,
-        tokens_per_second=1,
-        bubble_fraction=0,
-        lower_bound_seconds=1,
-        source="estimated",
-        stages=stages,
-    )
-    return replace(plan, forecast=forecast)
 
 
 def test_flatten() -> None:

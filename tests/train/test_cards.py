@@ -11,17 +11,14 @@ import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import MODEL, make_plan, make_project, run_config
+from tests.support.project import MODEL, make_plan, make_project, run_config, with_forecast
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import (
-    Forecast,
-    MemoryForecast,
     PipelinePlan,
     Plan,
     RankPlan,
-    StageForecast,
     StagePlan,
     snapshot_bytes,
 )
@@ -254,37 +251,16 @@ def test_what_the_cards_of_all_ranks_have_in_common() -> None:
 
 def forecast_plan() -> Plan:
     """Two virtual stages of rank 0, of 10 GiB each beside 1 GiB that is reserved, and one of rank 1."""
-    memory = MemoryForecast(
-        parameters=10.0 * GIB, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, reserved=GIB
-    )
-    forecasts = tuple(
-        StageForecast(
-            pipeline=0,
-            stage=s,
-            forward_seconds=1,
-            backward_seconds=1,
-            peak_memory_bytes=memory.total,
-            memory=memory,
-            host_memory_bytes=3.0 * GIB,
-        )
-        for s in range(3)
-    )
     stages = tuple(StagePlan(replicas=((rank,),), layers=(s, s + 1)) for s, rank in enumerate((0, 1, 0)))
-    return Plan(
+    plan = Plan(
         model=replace(ModelConfig(**MODEL), num_layers=3),
         sequence_length=8,
         global_batch_size=1,
         ranks=tuple(RankPlan(rank=rank, device=f"a/{rank}", type="RTX-4090") for rank in range(2)),
         pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=stages),),
-        forecast=Forecast(
-            step_seconds=1,
-            tokens_per_second=1,
-            bubble_fraction=0,
-            lower_bound_seconds=1,
-            source="estimated",
-            stages=forecasts,
-        ),
     )
+    memory = {"parameters": 10.0 * GIB, "reserved": GIB}
+    return with_forecast(plan, memory=memory, host_bytes=3.0 * GIB)
 
 
 def test_the_forecast_beside_the_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

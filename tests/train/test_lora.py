@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from tests.support.rl import write_rl
 from yuan_train.checkpoint.hf import export_hf, import_hf
@@ -52,11 +52,6 @@ STEPS = 3
 SHORT = ("train.precision=fp64", f"train.steps={STEPS}", "optimizer.bucket_size=1")
 LORA = ("lora={rank: 3, alpha: 6}", *SHORT)
 SOME = ("lora={rank: 3, alpha: 6, targets: [out, up, value]}", *SHORT)
-
-
-def difference(curve: list[dict], reference: list[dict], key: str) -> float:
-    assert len(curve) == len(reference) == STEPS
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
 @pytest.mark.parametrize(

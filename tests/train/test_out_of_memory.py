@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import make_project, parse_plan, run_config
+from tests.support.project import make_project, parse_plan, run_config, with_forecast
 from yuan_train.config.errors import TrainingError
-from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
+from yuan_train.config.plan import Plan
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import CPU
 from yuan_train.schedule.step import Step
@@ -26,35 +26,8 @@ FULL = torch.OutOfMemoryError(
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     made = parse_plan(run_config(make_project(tmp_path)), "2x4: 3@0 | 3@1")
-    memory = MemoryForecast(
-        parameters=GIB,
-        gradients=2 * GIB,
-        optimizer=4 * GIB,
-        activations=8 * GIB,
-        logits=0,
-        buffers=0,
-        reserved=GIB,
-    )
-    stages = tuple(
-        StageForecast(
-            pipeline=0,
-            stage=s,
-            forward_seconds=1,
-            backward_seconds=1,
-            peak_memory_bytes=16 * GIB,
-            memory=memory,
-        )
-        for s in (0, 1)
-    )
-    forecast = Forecast(
-        step_seconds=1,
-        tokens_per_second=1,
-        bubble_fraction=0,
-        lower_bound_seconds=1,
-        source="estimated",
-        stages=stages,
-    )
-    return replace(made, forecast=forecast)
+    memory = {"parameters": GIB, "gradients": 2 * GIB, "optimizer": 4 * GIB, "activations": 8 * GIB}
+    return with_forecast(made, memory={**memory, "reserved": GIB})
 
 
 def explained(error: BaseException, plan: Plan, card: FakeCard | None) -> str:

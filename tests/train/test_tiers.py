@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.test_plans import overrides, run_file, weights_in
+from tests.parallel.test_plans import overrides, run_file
 from tests.support.project import parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases
+from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.parallel.tiers.host_state import HostChunk
@@ -59,9 +59,9 @@ def test_disks_change_no_bit(run_file: Path, tmp_path: Path) -> None:
             case("on disk", on_disk, 4),
         ]
     )
-    found = {name: weights_in(tmp_path / name / "ck") for name in ("here", "on disk")}
+    found = {name: saved_tensors(tmp_path / name / "ck") for name in ("here", "on disk")}
     assert same(found["on disk"], found["here"])
-    assert same(weights_in(half_way("on disk")), weights_in(half_way("alone")))
+    assert same(saved_tensors(half_way("on disk")), saved_tensors(half_way("alone")))
     assert not list((tmp_path / "disks").iterdir())
 
 
@@ -97,7 +97,7 @@ def test_a_killed_run_leaves_nothing_on_its_disk_and_resumes_to_the_bit(
     assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2]
     run_alone(case("resumed", "killed"))
     run_alone(case("whole", "whole"))
-    assert same(weights_in(tmp_path / "killed" / "ck"), weights_in(tmp_path / "whole" / "ck"))
+    assert same(saved_tensors(tmp_path / "killed" / "ck"), saved_tensors(tmp_path / "whole" / "ck"))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import make_project, parse_plan, run_config
+from tests.support.project import make_project, parse_plan, run_config, with_forecast
 from tests.support.ranks import Case, run_cases
 from yuan_train.cli.main import main
 from yuan_train.cli.trace import read_traces
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.plan import Forecast, MemoryForecast, Plan, StageForecast
 from yuan_train.config.plan_constraints import keep_plan, load_plan, save_plan
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.apply import pipeline_schedule
@@ -32,31 +31,6 @@ TRACED = (3, 4)
 TRACE = "train.trace={first_step: 3, steps: 2, kernels: true}"
 
 
-def with_forecast(plan: Plan) -> Plan:
-    """The plan with a forecast of 2 ms forwards and 3 ms backwards, and steps of 1000 s."""
-    stages = tuple(
-        StageForecast(
-            pipeline=p,
-            stage=s,
-            forward_seconds=2e-3,
-            backward_seconds=3e-3,
-            peak_memory_bytes=0,
-            memory=MemoryForecast(**dict.fromkeys(MemoryForecast.__dataclass_fields__, 0.0)),
-        )
-        for p, pipeline in enumerate(plan.pipelines)
-        for s in range(len(pipeline.stages))
-    )
-    forecast = Forecast(
-        step_seconds=1000.0,
-        tokens_per_second=1.0,
-        bubble_fraction=0.0,
-        lower_bound_seconds=1.0,
-        source="estimated",
-        stages=stages,
-    )
-    return replace(plan, forecast=forecast)
-
-
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log directory of a run of two pipelines, the first of two stages, that share gradients."""
@@ -64,7 +38,16 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_file = make_project(folder)
     plan = parse_plan(run_config(run_file), "1x4: 2@0 | 4@1 / 1x4: 6@2", optimizer_sharding=True)
     changes = ("train.steps=5", "validation.every=3", TRACE)
-    run_cases([Case(run_file, folder / "log", with_forecast(plan), changes)])
+    run_cases(
+        [
+            Case(
+                run_file,
+                folder / "log",
+                with_forecast(plan, seconds=[(2e-3, 3e-3)], step_seconds=1000.0),
+                changes,
+            )
+        ]
+    )
     return folder / "log"
 
 

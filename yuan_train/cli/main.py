@@ -35,6 +35,7 @@ COMMANDS = {
     "launch": "start the ranks of a plan, on this machine or on several",
     "supervise": "plan and launch; when cards go or come, plan anew and go on",
     "show": "what a run has reached; the forecast beside what was measured; a page",
+    "watch": "the page of a run in a browser, also while it goes on",
     "trace": "merge the ranks' traces of a run, beside the forecast, for Perfetto",
     "generate": "write text with a trained model",
     "serve": "answer over HTTP as OpenAI's API does, under any plan",

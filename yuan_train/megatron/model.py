@@ -26,7 +26,7 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.megatron import core
 from yuan_train.models.attention import DocumentRanges
 from yuan_train.models.block import Block
-from yuan_train.models.dropout import DropoutSeed, Tokens, hidden_dropout
+from yuan_train.models.dropout import DropoutSeed, hidden_dropout
 from yuan_train.models.experts import Router
 from yuan_train.models.layers import Linear
 from yuan_train.models.rotary import RotaryTables
@@ -147,7 +147,7 @@ class DropAdd:
             rate=self._rate,
             dropout_seed=seed,
             layer=self._layer,
-            tokens=Tokens(0, branch_BSH.shape[1]),
+            tokens=(0, branch_BSH.shape[1]),
         )
         return residual_SBH + dropped_BSH.transpose(0, 1)
 

@@ -50,7 +50,7 @@ class HiddenLayout:
 
     def tokens(self, x: Tensor, length: int) -> Tokens:
         """Which tokens x is, of sequences of `length` tokens."""
-        return Tokens(0, length)
+        return 0, length
 
 
 WHOLE = HiddenLayout()
@@ -141,7 +141,7 @@ class Block(nn.Module):
         u = policy.mark_recomputable(self.attention_norm(x), self.attention_norm, x)
         u_BSH = filtered_BSH = layout.gather(u, length, policy)
         if self.filter is not None:
-            filtered = self.filter(u_BSH, document_start, policy, residual=u)
+            filtered = self.filter(u_BSH, document_start, policy, u)
             filtered_BSH = layout.gather(filtered, length, policy)
         return layout.reduce(self.attention(u_BSH, filtered_BSH, rotary, document_ranges), x)
 

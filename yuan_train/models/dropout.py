@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,13 +30,9 @@ SITES = ("attention", "feed_forward")
 """The sites of a layer: its two branches."""
 
 
-class Tokens(NamedTuple):
-    """Which tokens of a micro-batch a hidden state is: all from the first on, or some in the middle."""
-
-    first: int
-    """Its first token, counted through all samples."""
-    length: int
-    """Tokens of a sample."""
+Tokens = tuple[int, int]
+"""Which tokens of a micro-batch a hidden state is: its first one, counted through all samples, and how many a
+sample has."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +124,10 @@ def _drop(x: Tensor, rate: float, keys: Mapping[int, Keys], tokens: Tokens) -> T
     """Apply the masks sample by sample: the hashes, 8 bytes per element, exist for one sample at a time."""
     dropped = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows_TH, out_TH, hidden = x.flatten(0, -2), dropped.view(-1, x.shape[-1]), x.shape[-1]
+    first, length = tokens
     for sample, key in keys.items():
-        start = sample * tokens.length - tokens.first
-        own = slice(max(start, 0), start + tokens.length)
+        start = sample * length - first
+        own = slice(max(start, 0), start + length)
         rows, skipped = rows_TH[own], max(-start, 0) * hidden
         kept = hashes(rows.numel(), key, first=skipped, device=x.device) >= _threshold(rate)
         torch.mul(rows, kept.view_as(rows), out=out_TH[own])

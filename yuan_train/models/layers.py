@@ -139,7 +139,6 @@ class LocalizedFilter(nn.Module):
         u_BSH: Tensor,
         document_start: Tensor | None = None,
         policy: RecomputePolicy = SAVE_ALL,
-        *,
         residual: Tensor | None = None,
     ) -> Tensor:
         """Return f, which lies as `residual` does, by default as u [B, S, H]; `document_start` bool [B, S]

@@ -33,9 +33,6 @@ from torch import Tensor
 from yuan_kernels import ops
 
 from yuan_train.config.architecture import WHOLE_ADAPTERS
-from yuan_train.models.block import HiddenLayout
-from yuan_train.models.dropout import Tokens
-from yuan_train.models.recompute import RecomputePolicy
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import unit_of
 from yuan_train.parallel.shard import Shard, find_shard, sharding_style
@@ -210,13 +207,23 @@ def _is_partial(name: str, spec: ShardSpec) -> bool:
 
 
 @dataclass(frozen=True)
-class _GroupLayout(HiddenLayout):
-    """Hidden states on the ranks of a tensor-parallel group: whole on each, between f and g."""
+class _GroupLayout:
+    """Hidden states on the ranks of a tensor-parallel group: whole on each, between f and g. A layout of the
+    model's (`HiddenLayout`), as the next one is."""
 
     group: dist.ProcessGroup
     meanwhile: Meanwhile
 
-    def gather(self, u: Tensor, length: int, policy: RecomputePolicy) -> Tensor:
+    def split(self, x_BSH: Tensor) -> Tensor:
+        return x_BSH
+
+    def join(self, x: Tensor, shape: torch.Size) -> Tensor:
+        return x
+
+    def tokens(self, x: Tensor, length: int) -> tuple[int, int]:
+        return 0, length
+
+    def gather(self, u: Tensor, length: int, policy: Any) -> Tensor:
         # Value and filter read the same copy: the backward adds their gradients before it all-reduces them.
         return copy_to_tp(u, self.group, meanwhile=self.meanwhile)
 
@@ -244,7 +251,7 @@ class _SplitLayout(_GroupLayout):
         num_tokens = shape[:-1].numel()
         return _exchange(x, partial(self._gather, num_tokens=num_tokens), self._own).view(shape)
 
-    def gather(self, u: Tensor, length: int, policy: RecomputePolicy) -> Tensor:
+    def gather(self, u: Tensor, length: int, policy: Any) -> Tensor:
         if u.dim() > 2:
             return super().gather(u, length, policy)
         # Less than a sequence is padding.
@@ -263,8 +270,8 @@ class _SplitLayout(_GroupLayout):
         whole = y_BSH.flatten(0, 1)
         return _exchange(whole, self._scatter, partial(self._gather, num_tokens=len(whole)))
 
-    def tokens(self, x: Tensor, length: int) -> Tokens:
-        return Tokens(self.index * len(x) if x.dim() == 2 else 0, length)
+    def tokens(self, x: Tensor, length: int) -> tuple[int, int]:
+        return (self.index * len(x) if x.dim() == 2 else 0), length
 
     def _padded(self, whole: Tensor) -> Tensor:
         return F.pad(whole, (0, 0, 0, -len(whole) % self.count)).contiguous()
@@ -289,7 +296,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _parallel_filter(module: Any, layout: HiddenLayout) -> Callable[..., Tensor]:
+def _parallel_filter(module: Any, layout: _GroupLayout) -> Callable[..., Tensor]:
     def convolve(u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
         part_BSH = module.convolution(
             u_BSH,

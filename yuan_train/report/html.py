@@ -34,13 +34,14 @@ _HATCH = (
 )
 
 
-def whole_page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """A page of sections, each a heading and its HTML."""
+def whole_page(title: str, sections: Sequence[tuple[str, str]], *, refresh: int | None = None) -> str:
+    """A page of sections, each a heading and its HTML; browsers ask for it again after `refresh` seconds."""
     body = "".join(f"<section><h2>{escape(name)}</h2>{html}</section>\n" for name, html in sections)
+    again = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">'
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
-        f"<style>{_STYLE}</style></head>\n<body>{_HATCH}<h1>{escape(title)}</h1>\n{body}</body></html>\n"
+        f"{again}<style>{_STYLE}</style></head>\n<body>{_HATCH}<h1>{escape(title)}</h1>\n{body}</body></html>\n"
     )
 
 
@@ -95,6 +96,8 @@ def svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 260, 64, 24, 12, 34
+MOST_POINTS = 2000
+"""Of a curve: more than there are pixels."""
 WINDOW = 10
 """Steps of the moving mean."""
 
@@ -104,6 +107,7 @@ def chart(
 ) -> str:
     """A picture of curves over steps. `dots` are single measurements behind them, `rings` rare ones."""
     rings = {name: points for name, points in (rings or {}).items() if points}
+    curves, dots = {name: thinned(points) for name, points in curves.items()}, thinned(dots)
     every = [*dots, *(p for points in (*curves.values(), *rings.values()) for p in points)]
     if not every:
         return "<p>nothing was measured</p>"
@@ -165,7 +169,22 @@ def bars(rows: Sequence[tuple[str, float | None, float | None]], show: str, *, s
 def smooth(points: Points) -> Points:
     """Means of the last WINDOW points."""
     values = [y for _, y in points]
-    return [(x, statistics.fmean(values[max(0, i - WINDOW + 1) : i + 1])) for i, (x, _) in enumerate(points)]
+    first = [(x, statistics.fmean(values[: i + 1])) for i, (x, _) in enumerate(points[:WINDOW])]
+    windows = zip(*(values[i : len(values) - WINDOW + 1 + i] for i in range(1, WINDOW + 1)), strict=False)
+    return [*first, *((x, sum(own) / WINDOW) for (x, _), own in zip(points[WINDOW:], windows, strict=True))]
+
+
+def thinned(points: Points) -> Points:
+    """Of more than MOST_POINTS the highest and the lowest of each few, so that no peak is lost."""
+    count = -(-2 * len(points) // MOST_POINTS)
+    if len(points) <= MOST_POINTS:
+        return points
+    few = (points[i : i + count] for i in range(0, len(points), count))
+    return [p for own in few for p in sorted({min(own, key=_height), max(own, key=_height)})]
+
+
+def _height(point: tuple[float, float]) -> float:
+    return point[1]
 
 
 def round_ticks(low: float, high: float, *, most: int = 6, whole: bool = False) -> list[float]:

@@ -216,6 +216,19 @@ class RunLog:
             for rank in range(max(len(seconds), len(shares)))
         )
 
+    @cached_property
+    def use_of_cards(self) -> float | None:
+        """The part of what the cards compute together, each at its own measured rate, while none waits; None
+        if that is not known."""
+        if self.plan is None:
+            return None
+        work = _work_of_ranks(self.plan)
+        seconds = {share.rank: share.seconds for share in self.ranks if share.seconds}
+        if not work.keys() <= seconds.keys() | {rank for rank in work if not work[rank]}:
+            return None
+        together = sum(flops / seconds[rank] for rank, flops in work.items() if flops)
+        return sum(work.values()) / self.step_seconds / together if together else None
+
 
 PACE_STEPS = 16
 """Steps that the pace of cards is measured over."""
@@ -241,6 +254,21 @@ def measured_pace(plan: Plan, steps: Sequence[Line]) -> dict[int, float]:
             times[rank] = middle / share.seconds
     common = statistics.median_low(times.values()) if times else 1.0
     return {rank: own / common for rank, own in times.items()}
+
+
+def _work_of_ranks(plan: Plan) -> dict[int, float]:
+    """By rank, the FLOP of its layers and head in a step, those of a tensor-parallel group shared equally."""
+    layer, head = plan.model.layer_forward_flops(plan.sequence_length), plan.model.head_forward_flops
+    found: dict[int, float] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            flops = stage.num_layers * layer + stage.head * head
+            for number, replica in enumerate(stage.replicas):
+                count = len(range(number, pipeline.num_micro_batches, len(stage.replicas)))
+                for rank in replica:
+                    own = flops * count * pipeline.micro_batch_size / len(replica)
+                    found[rank] = found.get(rank, 0.0) + own
+    return found
 
 
 def read_run(directory: str | Path) -> RunLog:

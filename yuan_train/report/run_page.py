@@ -43,8 +43,8 @@ def run_lines(run: RunLog) -> list[str]:
     return lines
 
 
-def run_html(run: RunLog) -> str:
-    """The page of a run, without scripts or other files."""
+def run_html(run: RunLog, *, refresh: int | None = None) -> str:
+    """The page of a run, without scripts or other files; drawn anew by a browser after `refresh` seconds."""
     title = f"{run.model or 'A run'}: {run.kind}"
     shares = run.ranks[: 4 * MAX_RANKS]
     sections = [
@@ -69,7 +69,7 @@ def run_html(run: RunLog) -> str:
         sections.append(("plan.yaml", f"<pre>{escape(dump(run.plan))}</pre>"))
     if run.config_text:
         sections.append((CONFIG, f"<pre>{escape(run.config_text)}</pre>"))
-    return whole_page(title, sections)
+    return whole_page(title, sections, refresh=refresh)
 
 
 _DECISION_HEAD = ("time", "step", "what", "why", "forecast")
@@ -117,6 +117,8 @@ def _summary(run: RunLog) -> list[tuple[str, str]]:
         mfu = [line["mfu"] for line in run.warm if line.get("mfu") is not None]
         used = f", MFU {statistics.median(mfu):.1%}" if mfu else ""
         found.append(("speed", f"{statistics.median(speeds):,.0f} tokens/s{used}"))
+    if run.use_of_cards is not None:
+        found.append(("cards used", f"{run.use_of_cards:.0%} of what they do together while none waits"))
     if slow := _slow_ranks(run):
         found.append(("slow", slow))
     if "generation_seconds" in last:

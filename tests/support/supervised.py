@@ -1,0 +1,134 @@
+"""Supervised runs on this machine: nodes that are processes, what runs on each, and what is done to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import yaml
+
+from tests.support.project import make_project, read_metrics
+from tests.support.ranks import Case, run_alone
+from yuan_train.report.run_log import Entry, read_journal
+
+SECONDS = 300.0
+NETWORK = {"bandwidth": "2 GB/s", "latency": "100 us"}
+CARD = {
+    "memory": "2 GiB",
+    "reserved": "300 MiB",
+    **dict.fromkeys(("fp32", "bf16"), "80 GFLOP/s"),
+    "memory_bandwidth": "10 GB/s",
+    "host_link": "10 GB/s",
+}
+SSH = """#!/bin/sh
+# Instead of ssh: a node is down while there is a file of its name.
+[ ! -e "$(dirname "$0")/down-$1" ] || { echo "ssh: connect to host $1: No route to host" >&2; exit 255; }
+shift
+exec sh -c "$*"
+"""
+
+
+def make_supervised(folder: Path, cards: Mapping[str, int], *, steps: int) -> None:
+    """Write a run, a cluster of nodes with so many cards each, and the losses of one process's steps."""
+    run_file = make_project(folder)
+    nodes = [
+        {"name": name, "device": "core", "devices": count, "link": NETWORK, "network": NETWORK}
+        | {"host": {"memory": "16 GiB"}}
+        for name, count in cards.items()
+    ]
+    cluster = {"name": "some", "nodes": nodes, "device_types": {"core": CARD}}
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    run_alone(Case(run_file, folder / "alone", overrides=words(steps)))
+
+
+def words(steps: int) -> tuple[str, ...]:
+    return (f"train.steps={steps}", "optimizer.decay_steps=20", "validation.every=0")
+
+
+@contextmanager
+def supervised(project: Path, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A supervised run in a folder, which is ended at the end."""
+    stand_in = folder / "ssh"
+    stand_in.write_text(SSH)
+    stand_in.chmod(0o755)
+    line = [sys.executable, "-m", "yuan_train", "supervise", "--cluster", str(project / "cluster.yaml")]
+    line += ["--config", str(project / "run.yaml"), "--ssh", str(stand_in)]
+    line += [f"log.directory={folder / 'log'}", f"checkpoint.directory={folder / 'checkpoints'}"]
+    line += ["search.use_all_devices=true", "supervise.gain=0", "supervise.grace=2 s"]
+    # Three ranks on two cores are not as fast as their cards: a test that is not about that asks for none.
+    line += ["supervise.slow=1000", *more]
+    with (folder / "out").open("wb") as out:
+        process = subprocess.Popen(line, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=SECONDS)
+
+
+def group_of(node: str, folder: Path) -> int:
+    """The process group of all that runs on a node for the run of a folder."""
+    wanted = {b"--this-node", node.encode(), b"supervise", f"log.directory={folder / 'log'}".encode()}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if wanted <= set((entry / "cmdline").read_bytes().split(b"\0")):
+                return os.getpgid(int(entry.name))
+    raise AssertionError(f"{node} has no agent")
+
+
+def wait_until(is_so: Callable[[], bool], folder: Path) -> None:
+    end = time.monotonic() + SECONDS
+    while not is_so():
+        assert time.monotonic() < end, (folder / "out").read_text()[-4000:]
+        time.sleep(0.1)
+
+
+def steps_done(folder: Path) -> int:
+    path = folder / "log"
+    return len(read_metrics(path)) if (path / "metrics.jsonl").exists() else 0
+
+
+def entries(folder: Path) -> list[Entry]:
+    return read_journal(folder / "log")
+
+
+@contextmanager
+def slowed(node: str, folder: Path) -> Iterator[None]:
+    """Inside, the ranks of a node run a third of the time."""
+    over = threading.Event()
+
+    def hold() -> None:
+        while not over.is_set():
+            ranks = ranks_of(node, folder)
+            for _ in range(60):
+                for number, seconds in ((signal.SIGSTOP, 0.01), (signal.SIGCONT, 0.005)):
+                    for rank in ranks:
+                        with suppress(ProcessLookupError):
+                            os.kill(rank, number)
+                    over.wait(seconds)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def ranks_of(node: str, folder: Path) -> list[int]:
+    """The processes of a node's ranks."""
+    group, found = group_of(node, folder), list[int]()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_rank = b"LOCAL_RANK=" in (entry / "environ").read_bytes()
+            if is_rank and os.getpgid(int(entry.name)) == group:
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,119 @@
+"""`yuan-train watch RUN`: the page of a run, served on this machine and drawn anew while the run goes on."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+REFRESH_SECONDS = 10
+"""After which a browser asks for the page again."""
+PORT = 8222
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the program's subparsers."""
+    parser = subparsers.add_parser(
+        "watch",
+        help="the page of a run in a browser, also while it goes on",
+        description="Serves the page of a run on this machine: curves, each rank beside its forecast, what "
+        "was decided of a supervised run. It reads the log directory alone, during the run and after it. "
+        "From elsewhere: ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C ends it.",
+    )
+    parser.add_argument("directory", metavar="RUN", help="log directory of the run (log.directory)")
+    parser.add_argument("--port", type=int, default=PORT, metavar="P", help=f"0: any free one ({PORT})")
+    parser.add_argument("--once", metavar="F.html", help="write the page to a file instead, and end")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM, or write the page once. Raises ConfigError for a directory that is none,
+    a port that is taken, and with --once for a run without a finished step."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.config.load import write_text
+    from yuan_train.report.run_log import read_run
+    from yuan_train.report.run_page import run_html
+
+    folder = Path(arguments.directory)
+    if arguments.once:
+        write_text(arguments.once, run_html(read_run(folder)))
+        print(f"written: {arguments.once}", file=sys.stderr)
+        return 0
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such directory; wanted the log directory of a run (log.directory)")
+    page = _Page(folder)
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", arguments.port), _handler(page))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--port {arguments.port}: cannot be opened: {error}; give another, or 0 for any free one"
+        ) from None
+    print(f"http://127.0.0.1:{server.server_port}/ shows {folder}; Ctrl-C ends it", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # From a thread: `shutdown` waits for the loop that the signal has interrupted.
+        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
+    with server:
+        server.serve_forever()
+    return 0
+
+
+class _Page:
+    """The page of a run, drawn anew when one of its files has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._drawn: tuple[object, bytes] | None = None
+
+    def bytes(self) -> bytes:
+        """The page as it is now; while there is no step yet, one that says so."""
+        with self._lock:
+            state = self._state()
+            if self._drawn is None or self._drawn[0] != state:
+                self._drawn = state, self._draw().encode()
+            return self._drawn[1]
+
+    def _state(self) -> list[tuple[str, int, int]]:
+        found: list[tuple[str, int, int]] = []
+        for path in sorted(self._folder.glob("*.*")):
+            with suppress(OSError):
+                stat = path.stat()
+                found.append((path.name, stat.st_size, stat.st_mtime_ns))
+        return found
+
+    def _draw(self) -> str:
+        from yuan_train.config.errors import ConfigError
+        from yuan_train.report.html import whole_page
+        from yuan_train.report.run_log import read_run
+        from yuan_train.report.run_page import run_html
+
+        try:
+            return run_html(read_run(self._folder), refresh=REFRESH_SECONDS)
+        except ConfigError as error:
+            words = "<p>Nothing to see yet. This page looks again by itself.</p>"
+            return whole_page(f"{self._folder.name}: {error}", [("", words)], refresh=REFRESH_SECONDS)
+
+
+def _handler(page: _Page) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/":
+                self.send_error(404)
+                return
+            body = page.bytes()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: a browser asks every few seconds."""
+
+    return Handler
