@@ -18,7 +18,7 @@ from yuan_train.config.run import SuperviseConfig
 from yuan_train.report.run_log import measured_pace, read_journal, read_run
 from yuan_train.report.run_page import run_lines
 from yuan_train.supervise.agent import Lead, Supervised
-from yuan_train.supervise.room import Agent
+from yuan_train.supervise.room import Agent, Done
 
 SLOW = SuperviseConfig().slow
 SECONDS = [(0.1, 0.2)]
@@ -111,11 +111,23 @@ class FakeRoom:
     def waiting(self, nodes: Sequence[str], members: Sequence[str]) -> tuple[str, ...]:
         return ()
 
+    def is_halted(self) -> bool:
+        return False
+
 
 class FakeRound:
     def __init__(self) -> None:
         self.orders: list[Any] = []
         self.stopped = ""
+
+    def all_done(self) -> dict[int, Done]:
+        return {0: Done(0), 1: Done(0, leaves=True)}
+
+    def stop_reason(self) -> None:
+        return None
+
+    def judge(self, verdict: Any) -> None:
+        self.stopped = f"{verdict}"
 
     def give(self, order: Any) -> None:
         self.orders.append(order)
@@ -150,7 +162,7 @@ def lead_of(folder: Path, planner: FakePlanner, room: FakeRoom, monkeypatch: pyt
     )
     nodes = ("card",)
     job = Supervised(run=run, words=(), nodes=nodes, find_plan=planner.find, price_plan=planner.price)
-    members = {"card": Agent("card", "token", "127.0.0.1", 1)}
+    members = {name: Agent(name, "token", "127.0.0.1", 1) for name in ("card", "other")}
     lead = Lead(job, room, FakeRound(), members)  # pyright: ignore[reportArgumentType]
     lead.give_order()
     return lead
@@ -207,3 +219,12 @@ def test_a_slow_card_stays_where_nothing_gains(
     assert not stopped(lead)
     assert [entry.event for entry in read_journal(tmp_path / "log")] == ["started", "stays"]
     assert "card/1 computes 3.0 times as long" in read_journal(tmp_path / "log")[-1].reason
+
+
+def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = FakeRoom()
+    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
+    lead.judge()
+    assert room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "{'again': True}"

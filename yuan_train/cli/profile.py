@@ -91,6 +91,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--merge", nargs="+", metavar="FILE", help="measure nothing; merge these profiles into one"
     )
     parser.add_argument(
+        "--of-run", metavar="LOG", help="measure nothing; take what a run in this log directory has measured"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=1.5, metavar="S", help="how long each unit is repeated (default 1.5)"
     )
     parser.add_argument(
@@ -139,6 +142,9 @@ def _run(arguments: argparse.Namespace) -> int:
         profile = merge_profiles([(path, load_profile(path)) for path in arguments.merge])
         _write(profile, arguments)
         return 0
+    if arguments.of_run:
+        _write(_of_run(arguments.of_run), arguments)
+        return 0
     if not 0 < arguments.seconds < math.inf:
         raise ConfigError(
             f"--seconds {arguments.seconds:g}: wanted a positive number of seconds, such as 1.5"
@@ -161,6 +167,19 @@ def _run(arguments: argparse.Namespace) -> int:
     if rank == 0:
         _write(profile, arguments)
     return 0
+
+
+def _of_run(directory: str) -> Profile:
+    """What a run has measured of its cards. Raises ConfigError."""
+    from yuan_train.planner.costs.run_profile import profile_of_run
+    from yuan_train.report.run_log import read_run
+
+    found = read_run(directory)
+    if found.plan is None:
+        raise ConfigError(f"{directory}: has no plan.yaml; wanted the log directory of a run under a plan")
+    seconds = {share.rank: share.seconds for share in found.ranks if share.seconds}
+    precision = found.config.get("train", {}).get("precision", "bf16")
+    return profile_of_run(found.plan, seconds, precision=precision)
 
 
 def _is_simulated(cluster: Cluster) -> bool:

@@ -476,7 +476,10 @@ class Lead:
         all_leave = is_whole and not faults and all(entry.leaves for entry in done.values())
         if all_leave or self._room.is_halted():
             return Ended(0, f"stopped after step {step}")
-        if any(entry.leaves for entry in done.values()) or self._round.stop_reason() is not None:
+        leaving = [node for rank, node in enumerate(self._members) if rank in done and done[rank].leaves]
+        if leaving:
+            self._room.remember("why", f"{_listed(leaving)} had to go (SIGTERM)")
+        if leaving or self._round.stop_reason() is not None:
             return None
         worst = min(faults, key=lambda entry: entry.code not in SPOILT) if faults else None
         if worst is not None and worst.code in SPOILT:

@@ -1,0 +1,209 @@
+"""A campaign of faults against a supervised run on this machine: what each costs, and what is left of it.
+
+Three nodes of one to two ranks each train a small model over loopback. At random moments, by a seed, a rank
+or a node is killed, stopped or told to go; a node that has gone comes back after some seconds. After each
+fault the run has to take another step within `LIMIT` seconds, and the journal to name the node. At the end
+all checkpoints are whole, and the losses are those of one process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.project import difference, read_metrics
+from tests.support.supervised import (
+    entries,
+    group_of,
+    make_supervised,
+    ranks_of,
+    steps_done,
+    supervised,
+    words,
+)
+from tools.bench.harness import MISSED, Row, case
+from yuan_train.checkpoint.names import faults_of, step_name, steps_in
+
+CARDS = {"a": 2, "b": 1, "c": 1}
+LIMIT = 90.0
+EVERY = 10
+"""Steps between two checkpoints."""
+QUIET = 12
+"""Steps between the end of one fault and the next, at least."""
+TOLERANCE, MOST_COMPARED = 1e-5, 1000
+"""Of losses: by how much they may differ, relative, and how many are compared."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One that was made, and what came of it."""
+
+    kind: str
+    node: str
+    seconds: float
+    """Until the next new step; infinite if there was none."""
+    lost: int
+    """Steps that had to be made again."""
+    is_named: bool
+    said: str
+    """The first entry of the journal after it."""
+
+
+@case(
+    "faults/campaign",
+    formats={"median s": ".1f", "most s": ".1f", "goodput": ".0%", "loss differs": ".0e"},
+    faults=(20,),
+    seed=(0,),
+)
+def campaign(faults: int, seed: int) -> Iterator[Row]:
+    """By kind of fault: how many, seconds to the next new step, steps made again, and ends without a name."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        project, folder = Path(name) / "project", Path(name) / "run"
+        project.mkdir()
+        folder.mkdir()
+        make_supervised(project, CARDS, steps=1)
+        more = (f"checkpoint.every={EVERY}", "train.timeout=10 s", *words(1_000_000))
+        started = time.monotonic()
+        with supervised(project, folder, *more) as process:
+            found: list[Fault] = []
+            while len(found) < faults and (not found or found[-1].seconds < LIMIT):
+                found.append(make_fault(folder, chance))
+                print(found[-1], file=sys.stderr, flush=True)
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(timeout=2 * LIMIT)
+        seconds = time.monotonic() - started
+        yield from _rows(found)
+        yield _whole_row(project, folder, found, code=code, seconds=seconds)
+
+
+def make_fault(folder: Path, chance: random.Random) -> Fault:
+    """Wait until the run has made some steps, make a fault, and wait until it has made a new one."""
+    before = steps_done(folder)
+    _await(lambda: steps_done(folder) >= before + QUIET or None, 2 * LIMIT)
+    time.sleep(chance.uniform(0.0, 2.0))
+    kind = chance.choice(list(KINDS))
+    # One that waits to be let in has no ranks.
+    node = chance.choice([node for node in CARDS if ranks_of(node, folder)])
+    noted, began = len(entries(folder)), time.monotonic()
+    KINDS[kind](folder, node, chance)
+    (folder / f"down-{node}").unlink(missing_ok=True)
+    # Whatever was under way has come to its end by then: a rank's line, or the launchers' ten seconds.
+    step = _last_step(folder)
+    patience = 15.0 if kind == "a node is stopped" else LIMIT
+    told = _await(lambda: entries(folder)[noted:] or None, patience) or []
+    saved = next((at for at in steps_in(folder / "checkpoints")), 0)
+    goes_on = _await(lambda: _last_step(folder) > step or None, LIMIT)
+    return Fault(
+        kind,
+        node,
+        seconds=time.monotonic() - began if goes_on else float("inf"),
+        lost=max(step - saved, 0) if told else 0,
+        # A node that was stopped for a moment has kept nobody.
+        is_named=not told or any(word in entry.reason for entry in told for word in _names_of(node)),
+        said=told[0].reason if told else "",
+    )
+
+
+def _names_of(node: str) -> tuple[str, ...]:
+    """How the journal may call what is on a node: itself, its cards, and the first of all ranks."""
+    first = ("rank 0:",) if node == next(iter(CARDS)) else ()
+    return (f"{node} went", f"{node} had to go", f"({node}/", *first)
+
+
+def _last_step(folder: Path) -> int:
+    return read_metrics(folder / "log")[-1]["step"]
+
+
+def _kill_rank(folder: Path, node: str, chance: random.Random) -> None:
+    os.kill(chance.choice(ranks_of(node, folder)), signal.SIGKILL)
+
+
+def _stop_rank(folder: Path, node: str, chance: random.Random) -> None:
+    os.kill(chance.choice(ranks_of(node, folder)), signal.SIGSTOP)
+
+
+def _kill_node(folder: Path, node: str, chance: random.Random) -> None:
+    (folder / f"down-{node}").touch()
+    os.killpg(group_of(node, folder), signal.SIGKILL)
+    time.sleep(chance.uniform(0.0, 8.0))
+
+
+def _stop_node(folder: Path, node: str, chance: random.Random) -> None:
+    group = group_of(node, folder)
+    os.killpg(group, signal.SIGSTOP)
+    time.sleep(chance.uniform(0.0, 25.0))
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGCONT)
+
+
+def _tell_node(folder: Path, node: str, chance: random.Random) -> None:
+    (folder / f"down-{node}").touch()
+    os.killpg(group_of(node, folder), signal.SIGTERM)
+    time.sleep(chance.uniform(0.0, 8.0))
+
+
+KINDS = {
+    "a rank is killed": _kill_rank,
+    "a rank is stopped": _stop_rank,
+    "a node is killed": _kill_node,
+    "a node is stopped": _stop_node,
+    "a node is told to go": _tell_node,
+}
+
+
+def _rows(found: list[Fault]) -> Iterator[Row]:
+    for kind in KINDS:
+        own = [fault for fault in found if fault.kind == kind]
+        if own:
+            yield {
+                "fault": kind,
+                "times": len(own),
+                "median s": statistics.median(fault.seconds for fault in own),
+                "most s": max(fault.seconds for fault in own),
+                "steps again": max(fault.lost for fault in own),
+                "unnamed": sum(not fault.is_named for fault in own),
+                MISSED: "" if all(fault.seconds < LIMIT for fault in own) else "the run did not go on",
+            }
+
+
+def _whole_row(project: Path, folder: Path, found: list[Fault], *, code: int, seconds: float) -> Row:
+    """The run as a whole: its checkpoints, its losses, and which part of its time was useful."""
+    lines = read_metrics(folder / "log")
+    compared = lines[:MOST_COMPARED]
+    make_supervised(project, CARDS, steps=len(compared))
+    differs = difference(compared, read_metrics(project / "alone"))
+    saved = folder / "checkpoints"
+    torn = [step for step in steps_in(saved) if any(faults_of(saved / step_name(step)))]
+    useful = len(lines) * statistics.median(line["step_seconds"] for line in lines)
+    faults = [f"exit code {code}"] * (code != 0) + [f"torn checkpoints {torn}"] * bool(torn)
+    faults += [f"losses differ by {differs:.1e}"] * (differs > TOLERANCE)
+    faults += ["steps are missing"] * ([line["step"] for line in lines] != list(range(1, len(lines) + 1)))
+    return {
+        "fault": f"all, {seconds:.0f} s, {len(lines)} steps",
+        "times": len(found),
+        "goodput": useful / seconds,
+        "loss differs": differs,
+        MISSED: "; ".join(faults),
+    }
+
+
+def _await(found: Any, seconds: float) -> Any:
+    """What `found` gives once it gives something, or None after so long."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with suppress(IndexError, ValueError, OSError):
+            if (value := found()) is not None:
+                return value
+        time.sleep(0.05)
+    return None
