@@ -295,6 +295,8 @@ def test_optimizer_shares_need_optimizer_sharding(tmp_path: Path) -> None:
 def test_tokens_are_divided_by_tensor_parallel_groups(tmp_path: Path) -> None:
     divided = PLAN.replace("optimizer_sharding: true", "optimizer_sharding: true\nsequence_parallel: true")
     assert load(tmp_path, divided).sequence_parallel and not load(tmp_path, PLAN).sequence_parallel
+    short = divided.replace("\nsequence_length: 4096", "\nsequence_length: 1")
+    assert "sequences have 1 tokens, fewer than a group of 2 has ranks" in refusal(tmp_path, short)
     alone = divided.replace("[[0, 1]]", "[[0], [1]]")
     assert "sequence_parallel: true, but no stage is a tensor-parallel group" in refusal(tmp_path, alone)
 

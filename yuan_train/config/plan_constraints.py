@@ -53,8 +53,14 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
 def _token_constraints(plan: Plan) -> Iterator[Violation]:
     """Cards that share experts, or that have no group, have nothing that divides the tokens."""
     widths = {len(stage.replicas[0]) for pipeline in plan.pipelines for stage in pipeline.stages}
-    if plan.sequence_parallel and (widths == {1} or divides_experts(plan)):
-        yield Violation(("sequence_parallel",), "true, but no stage is a tensor-parallel group; leave it out")
+    if not plan.sequence_parallel:
+        return
+    path, length = ("sequence_parallel",), plan.sequence_length
+    if widths == {1} or divides_experts(plan):
+        yield Violation(path, "true, but no stage is a tensor-parallel group; leave it out")
+    if length < max(widths):
+        fewer = f"fewer than a group of {max(widths)} has ranks"
+        yield Violation(path, f"true, but sequences have {length} tokens, {fewer}; leave it out")
 
 
 def _batch_constraints(plan: Plan) -> Iterator[Violation]:

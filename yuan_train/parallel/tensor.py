@@ -60,10 +60,10 @@ def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _exchange(x, lambda part: _all_reduce(part, group).view_as(part), _itself)
 
 
-Exchange = Callable[[Tensor], Tensor]
+_Map = Callable[[Tensor], Tensor]
 
 
-def _exchange(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+def _exchange(x: Tensor, there: _Map, back: _Map) -> Tensor:
     """`there(x)`, whose gradient is `back` of the result's."""
     return _Exchange.apply(x, there, back)  # pyright: ignore[reportReturnType]
 
@@ -74,7 +74,7 @@ def _itself(x: Tensor) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: _Map, back: _Map) -> Tensor:
         ctx.back = back
         return there(x)
 

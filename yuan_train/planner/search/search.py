@@ -57,19 +57,16 @@ def search_plan(
     or the precision exclude every plan, NoPlanFits (with the nearest miss) if no plan fits the cards,
     SearchStopped if the time limit came first.
     """
-    choices = dict.fromkeys(search.sequence_parallel)
+    options = _options(problem, search, micro_batch_size=micro_batch_size, thorough=thorough)
+    # Groups of more cards than a sequence has tokens do not divide them.
+    divisible = problem.sequence_length >= max(options.tensor)
+    choices = dict.fromkeys(divided and divisible for divided in search.sequence_parallel)
     found: list[SearchResult] = []
     faults: list[Exception] = []
     for divided in choices:
+        own, seconds = replace(problem, sequence_parallel=divided), search.time_limit / len(choices)
         try:
-            found.append(
-                _search(
-                    replace(problem, sequence_parallel=divided),
-                    _options(problem, search, micro_batch_size=micro_batch_size, thorough=thorough),
-                    time_limit=search.time_limit / len(choices),
-                    clock=clock,
-                )
-            )
+            found.append(_search(own, options, time_limit=seconds, clock=clock))
         except (NoPlanFits, SearchStopped) as fault:
             faults.append(fault)
     if not found:
