@@ -104,6 +104,7 @@ def make_fault(folder: Path, chance: random.Random) -> Fault:
     told = _await(lambda: entries(folder)[noted:] or None, patience) or []
     saved = next((at for at in steps_in(folder / "checkpoints")), 0)
     goes_on = _await(lambda: _last_step(folder) > step or None, LIMIT)
+    told = entries(folder)[noted:]
     return Fault(
         kind,
         node,
@@ -118,7 +119,7 @@ def make_fault(folder: Path, chance: random.Random) -> Fault:
 def _names_of(node: str) -> tuple[str, ...]:
     """How the journal may call what is on a node: itself, its cards, and the first of all ranks."""
     first = ("rank 0:",) if node == next(iter(CARDS)) else ()
-    return (f"{node} went", f"{node} had to go", f"({node}/", *first)
+    return (f"{node} went", f"{node} had to go", f"({node}/", f"(on {node})", *first)
 
 
 def _last_step(folder: Path) -> int:

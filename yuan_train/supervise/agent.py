@@ -128,13 +128,14 @@ class Ranks:
             self._process.kill()
         self._process.wait()
 
-    def fault(self) -> str:
-        """What they have said of their fault: whose it was, without how others saw it."""
+    def fault(self, node: str) -> str:
+        """What they have said of their fault: whose it was, without how others saw it. `node` is this one's
+        name, for what no other rank has told."""
         self._reader.join(timeout=2)
         said = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
         causes = [line.removeprefix(CAUSE) for line in said if line.startswith(CAUSE)]
-        first = (causes or said or [f"exit code {self.poll()}"])[0]
-        return _BY_OTHERS.sub("", first)
+        first = _BY_OTHERS.sub("", (causes or said or [f"exit code {self.poll()}"])[0])
+        return first if causes else f"{first} (on {node})"
 
     def _read(self) -> None:
         assert self._process.stderr is not None
@@ -302,7 +303,7 @@ def _run_ranks(
             ranks.kill()
     assert ranks is not None
     code = ranks.poll() or 0
-    return Done(code, ranks.fault() if code else "", leaves=signals.leaves)
+    return Done(code, ranks.fault(agent.node) if code else "", leaves=signals.leaves)
 
 
 def _start(job: Supervised, agent: Agent, order: Directive) -> Ranks | None:
