@@ -312,8 +312,9 @@ def test_a_typo_on_one_node_ends_the_other(project: Path, tmp_path: Path, wrong:
 CLUSTER = """
 name: two
 nodes:
-  - &node {name: a, device: core, devices: 2, link: {bandwidth: 2 GB/s, latency: 50 us}}
-  - {<<: *node, name: b, devices: 1}
+  - {name: a, device: core, devices: 2, link: {bandwidth: 2 GB/s, latency: 50 us},
+    network: {bandwidth: 1 GB/s, latency: 100 us}}
+  - {name: b, device: core, network: {bandwidth: 1 GB/s, latency: 100 us}}
 device_types:
   core: {memory: 4 GiB, fp32: 50 GFLOP/s, bf16: 50 GFLOP/s, fp16: 50 GFLOP/s, memory_bandwidth: 10 GB/s,
     host_link: 5 GB/s, slowdown: 1}
