@@ -67,7 +67,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (9, 2390),
     "cli": (32, 6739),
-    "config": (16, 5966),
+    "config": (16, 5970),
     "data": (11, 3010),
     "hf_export": (3, 632),
     "machine": (8, 1210),

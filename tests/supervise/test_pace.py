@@ -180,11 +180,13 @@ def test_a_slow_card_is_planned_for_and_later_not(
     plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planner, room = FakePlanner(plans[2], gain=0.5), FakeRoom()
+    # A card that no plan has used since keeps the pace that it had.
+    room.remember("pace", {"left/0": 0.5})
     lead = lead_of(tmp_path, planner, room, monkeypatch)
     for steps in (5, 30):
         write_lines(tmp_path, lines(2, steps, 0.0, 0))
         lead.look_around()
-    assert not stopped(lead) and planner.asked == [{}]
+    assert not stopped(lead) and planner.asked == [{"left/0": 0.5}]
     write_lines(tmp_path, lines(2, 60, 0.0, 0, slow_from=30))
     lead.look_around()
     assert stopped(lead).startswith(
@@ -192,7 +194,7 @@ def test_a_slow_card_is_planned_for_and_later_not(
     )
     # The next start has another plan of the same node, made for what was measured.
     again = lead_of(tmp_path, planner, room, monkeypatch)
-    assert planner.asked[-1] == {"card/0": 1.0, "card/1": 3.0}
+    assert planner.asked[-1] == {"left/0": 0.5, "card/0": 1.0, "card/1": 3.0}
     moved = read_journal(tmp_path / "log")[-1]
     assert (moved.event, moved.forecast_before, moved.forecast_after) == ("moved", 3.0, 1.5)
     assert moved.plan is not None and moved.plan.endswith("plan-2.yaml")
@@ -203,7 +205,7 @@ def test_a_slow_card_is_planned_for_and_later_not(
     faster = [line | {"stage_seconds": [4.8, 1.6]} for line in lines(2, 60, 0.0, 0)]
     write_lines(tmp_path, faster)
     again.look_around()
-    assert planner.asked[-1] == {"card/0": 1.0, "card/1": 1.0}
+    assert planner.asked[-1] == {"left/0": 0.5, "card/0": 1.0, "card/1": 1.0}
     assert "card/1 computes 1.0 times as long as its type is forecast to (3.0 was" in stopped(again)
 
 

@@ -151,6 +151,10 @@ class PipelinePlan:
         """Sequences per step that this pipeline processes."""
         return self.micro_batch_size * self.num_micro_batches
 
+    def micro_batches_of(self, stage: StagePlan, number: int) -> int:
+        """How many micro-batches of a step a stage's replica of that number computes."""
+        return len(range(number, self.num_micro_batches, len(stage.replicas)))
+
     @cached_property
     def worker_replicas(self) -> tuple[tuple[int, ...], ...]:
         """The replica of each worker; a replica that holds several stages is one worker."""

@@ -264,7 +264,7 @@ def _work_of_ranks(plan: Plan) -> dict[int, float]:
         for stage in pipeline.stages:
             flops = stage.num_layers * layer + stage.head * head
             for number, replica in enumerate(stage.replicas):
-                count = len(range(number, pipeline.num_micro_batches, len(stage.replicas)))
+                count = pipeline.micro_batches_of(stage, number)
                 for rank in replica:
                     own = flops * count * pipeline.micro_batch_size / len(replica)
                     found[rank] = found.get(rank, 0.0) + own
@@ -321,7 +321,7 @@ def _forecast_shares(plan: Plan) -> dict[int, _Share]:
             words += " +emb" * stage.embedding + " +head" * stage.head
             forecast = stages.get((p, s))
             for number, replica in enumerate(stage.replicas):
-                count = len(range(number, pipeline.num_micro_batches, len(stage.replicas)))
+                count = pipeline.micro_batches_of(stage, number)
                 seconds = (forecast.forward_seconds + forecast.backward_seconds) * count if forecast else None
                 for rank in replica:
                     before = found.get(rank)

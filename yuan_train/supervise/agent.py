@@ -437,9 +437,9 @@ class Lead:
         first = self._first_step + WARM_UP_STEPS
         found = measured_pace(plan, [line for line in _last_lines(run, PACE_STEPS) if line["step"] > first])
         old = self._pace
-        pace = _beside_each_other(
-            {plan.ranks[rank].device: f * old.get(plan.ranks[rank].device, 1.0) for rank, f in found.items()}
-        )
+        cards = {plan.ranks[rank].device: factor for rank, factor in found.items()}
+        # A card that the plan leaves out keeps its pace.
+        pace = old | _beside_each_other({card: f * old.get(card, 1.0) for card, f in cards.items()})
         if _is_near(pace, old, slow) or _is_near(pace, self._weighed, slow):
             return
         self._weighed = pace

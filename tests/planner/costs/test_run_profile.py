@@ -29,7 +29,7 @@ def computing(plan: Plan, cost: PlanCost) -> dict[int, float]:
         pipeline = plan.pipelines[own.pipeline]
         stage = pipeline.stages[own.stage]
         for number, replica in enumerate(stage.replicas):
-            count = len(range(number, pipeline.num_micro_batches, len(stage.replicas)))
+            count = pipeline.micro_batches_of(stage, number)
             for rank in replica:
                 seconds = count * (own.forward_seconds + own.backward_seconds)
                 found[rank] = found.get(rank, 0.0) + seconds

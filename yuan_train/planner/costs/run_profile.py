@@ -35,19 +35,18 @@ def profile_of_run(plan: Plan, seconds: Mapping[int, float], *, precision: Preci
     measured: dict[tuple[str, int], float] = {}
     estimated: dict[tuple[str, int], float] = {}
     sizes: dict[tuple[str, int], set[int]] = {}
+    key_of: dict[int, tuple[str, int]] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             for number, replica in enumerate(stage.replicas):
-                count = len(range(number, pipeline.num_micro_batches, len(stage.replicas)))
+                count = pipeline.micro_batches_of(stage, number)
                 for rank in replica:
-                    key = plan.ranks[rank].type, len(replica)
+                    key = key_of[rank] = plan.ranks[rank].type, len(replica)
                     own = count * _stage_seconds(plan, pipeline, stage, key, precision)
                     estimated[key] = estimated.get(key, 0.0) + own
                     sizes.setdefault(key, set()).add(pipeline.micro_batch_size)
     for rank, own in seconds.items():
-        width = next(len(r) for p in plan.pipelines for s in p.stages for r in s.replicas if rank in r)
-        key = plan.ranks[rank].type, width
-        measured[key] = measured.get(key, 0.0) + own
+        measured[key_of[rank]] = measured.get(key_of[rank], 0.0) + own
     factors = {key: own / estimated[key] for key, own in measured.items() if own and estimated[key]}
     if not factors:
         raise ConfigError("the run has not measured its ranks yet; look again after some steps")
