@@ -179,7 +179,8 @@ def _of_run(directory: str) -> Profile:
         raise ConfigError(f"{directory}: has no plan.yaml; wanted the log directory of a run under a plan")
     seconds = {share.rank: share.seconds for share in found.ranks if share.seconds}
     precision = found.config.get("train", {}).get("precision", "bf16")
-    return profile_of_run(found.plan, seconds, precision=precision)
+    profile = profile_of_run(found.plan, seconds, precision=precision)
+    return replace(profile, machine=f"the run in {directory}")
 
 
 def _is_simulated(cluster: Cluster) -> bool:
