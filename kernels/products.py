@@ -81,6 +81,8 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """The product [M, N] of left [M, K] and right [K, N] in `dtype`, theirs or fp32; see `add_product_`."""
     if dtype == left.dtype:
         return product(left, right)
+    if supports_fp32_addmm(left.device, left.dtype):
+        return torch.mm(left, right, out_dtype=dtype)
     total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
     add_product_(total, left, right)
     return total

@@ -367,7 +367,34 @@ def ceil_div(size: int, block: int) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a kernel on the device of its tensors; Triton itself would use the current device.
 
-    (Under Triton's interpreter the tensors are on the CPU.)
+    From the second launch on it goes straight to what Triton has compiled: Triton's own way there takes as
+    long on the host as a small kernel takes on a card. (Under Triton's interpreter, where tensors are on the
+    CPU, there is no such thing.)
     """
-    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+    if not first.is_cuda:
         kernel[grid](first, *arguments, **options)
+        return
+    number = first.get_device()
+    key = (id(kernel), number, *options.values(), *map(specialization, (first, *arguments)))
+    known = _compiled.get(key)
+    with nullcontext() if torch.cuda.current_device() == number else torch.cuda.device(number):
+        if known is None:
+            names = kernel.arg_names[1 + len(arguments) :]
+            constants = tuple(options[name] for name in names)
+            _compiled[key] = kernel[grid](first, *arguments, **options), constants
+        else:
+            compiled, constants = known
+            compiled[(*grid, 1, 1)[:3]](first, *arguments, *constants)
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""By kernel, device, options and kinds of arguments, the compiled kernel and its last arguments."""
+
+
+def specialization(argument: Any) -> Any:
+    """What Triton compiles anew for: arguments for which it would compile another kernel differ in it."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return "int", argument == 1, argument % 16 == 0, argument.bit_length() > 31
+    return type(argument)

@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +141,54 @@ def narrow_offsets(code: str) -> list[str]:
 )
 def test_narrow_offsets_are_found(line, narrow):
     assert bool(narrow_offsets(f"%p = tt.get_program_id x : i32 loc(#loc1)\n  {line} loc(#loc2)\n")) == narrow
+
+
+def test_arguments_that_triton_compiles_anew_for_are_told_apart():
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+    from yuan_kernels.triton_forms import specialization
+
+    numbers = [n + m for n in (0, 1, 16, 48, 2**31 - 16, 2**31, 2**40) for m in (0, 1, 5, 15)]
+    rows = [torch.zeros(64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8)]
+    arguments = [*numbers, 0.5, 1.0, *(row[first:] for row in rows for first in (0, 1, 16))]
+    found = [
+        (specialization(x), native_specialize_impl(BaseBackend, x, False, True, True)) for x in arguments
+    ]
+    assert all(own != other for own, one in found for other, another in found if one != another)
+    assert len({own for own, _ in found}) < len(arguments) / 2
+
+
+class Card(SimpleNamespace):
+    """A tensor that says that it is on the first card."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 0
+
+
+def test_a_kernel_is_launched_by_what_was_compiled_for_equal_arguments(monkeypatch):
+    from yuan_kernels import triton_forms
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append((grid, arguments))
+
+    class Kernel:
+        arg_names = ("x", "words", "WRITE", "BLOCK")
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: compiled.append((grid, arguments, options)) or Compiled()
+
+    launched, compiled, kernel = [], [], Kernel()
+    x: Any = Card()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_forms, "_compiled", {})
+    for words, write in ((32, True), (48, True), (33, True), (32, False)):
+        triton_forms.launch(kernel, (words,), x, words, WRITE=write, BLOCK=16, num_warps=4)
+    assert [arguments[1] for _, arguments, _ in compiled] == [32, 33, 32]
+    # The constants of the kernel follow its arguments, and a grid has three sides.
+    assert launched == [((48, 1, 1), (x, 48, True, 16))]
 
 
 @pytest.mark.gpu

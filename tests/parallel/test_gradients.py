@@ -8,7 +8,13 @@ import torch
 from tests.support.models import tiny_model
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.deferred import add_embedding_rows
-from yuan_train.parallel.gradients import BLOCK, FlatBucket, sum_of_squares
+from yuan_train.parallel.gradients import (
+    BLOCK,
+    FlatBucket,
+    adds_up_in_fp64,
+    sum_of_squares,
+    wide_norm,
+)
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
 
@@ -47,6 +53,29 @@ def test_the_norm_is_that_of_fp64() -> None:
     flat = torch.randn(5 * BLOCK + 3, generator=torch.Generator().manual_seed(0))
     exact = flat.double().square().sum()
     torch.testing.assert_close(sum_of_squares(flat), exact, rtol=1e-12, atol=0)
+    torch.testing.assert_close(wide_norm(flat) ** 2, exact, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("found", ["in fp32", "of fp32", "refused"])
+def test_a_norm_of_lists_that_is_not_of_fp64_is_not_used(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def foreach_norm(tensors: list[torch.Tensor], order: int, *, dtype: torch.dtype) -> list[torch.Tensor]:
+        if found == "refused":
+            raise RuntimeError("not implemented")
+        norms = [torch.linalg.vector_norm(x, order) for x in tensors]
+        return norms if found == "in fp32" else [norm.to(dtype) for norm in norms]
+
+    adds_up_in_fp64.cache_clear()
+    assert adds_up_in_fp64(torch.device("cpu"))
+    adds_up_in_fp64.cache_clear()
+    monkeypatch.setattr(torch, "_foreach_norm", foreach_norm)
+    assert not adds_up_in_fp64(torch.device("cpu"))
+    adds_up_in_fp64.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_card_adds_up_in_fp64() -> None:
+    assert adds_up_in_fp64(torch.device("cuda"))
 
 
 # --- rows of the embedding ---------------------------------------------------------------------------------

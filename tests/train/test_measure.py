@@ -19,6 +19,7 @@ from yuan_train.cli import profile as profile_command
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import load_model
 from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile, load_profile
 from yuan_train.parallel.device import CPU, Device
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
@@ -26,6 +27,7 @@ from yuan_train.profile import units
 from yuan_train.train import job
 from yuan_train.train.memory import can_track_memory
 
+ROOT = Path(__file__).parents[2]
 CLUSTER = """
 name: two
 nodes:
@@ -133,6 +135,21 @@ def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first(
     assert units.make_entry(case, passes) == entry(2.0, 5.0)
     plain = units.MeasuredCase(replace(passes[0].entry, bare_layer=None), (1.0, 2.0))
     assert units.make_entry(case, [plain] * 2).bare_layer is None
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "micro_batch", "layers"), [(80, 1, 4), (80, 2, 4), (24, 2, 2), (16, 8, 1), (80, 64, 1)]
+)
+def test_so_many_layers_run_in_a_row_as_a_card_holds_with_what_they_keep(
+    gigabytes: int, micro_batch: int, layers: int, tmp_path: Path
+) -> None:
+    """By itself a layer of a fast card takes the time of its host, which else works ahead."""
+    model = load_model(ROOT / "configs/model/yuan2-2b.yaml")
+    card = FakeCard(memory=gigabytes << 30)
+    card.use()
+    case = short_case(tmp_path, torch.bfloat16, seconds_per_unit=1.5)
+    case = replace(case, model=model, sequence_length=4096, micro_batch_size=micro_batch, device=card)
+    assert units.num_layers_in_a_row(case) == layers
 
 
 def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit(tmp_path: Path) -> None:

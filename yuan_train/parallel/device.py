@@ -8,6 +8,7 @@ a call returns.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -326,6 +327,8 @@ class CudaDevice:
 
     def use(self) -> None:
         torch.cuda.set_device(self.torch)
+        # The first call of a backward's thread is cuBLAS's, which makes what it misses.
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA")
 
     def mark(self, *, timed: bool = False) -> Mark:
         return _CudaMark(timed=timed)

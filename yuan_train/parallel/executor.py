@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 import torch
+from yuan_kernels import ops
 
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.bridge import Bridge
@@ -233,6 +234,10 @@ class Executor:
         return self._tasks[id(program)][1]
 
     def _run(self, task: _Task, *, training: bool) -> None:
+        with ops.variable_held():
+            self._run_step(task, training=training)
+
+    def _run_step(self, task: _Task, *, training: bool) -> None:
         step = task.step
         if self._in_groups and step.stage in self._in_groups and step.is_compute:
             self._member(task, self._in_groups[step.stage], training=training)
