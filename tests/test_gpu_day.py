@@ -79,13 +79,15 @@ def test_a_check_fails_where_what_it_rests_on_is_disabled(tmp_path: Path) -> Non
     assert line["ok"] is False and "activations on the host" in line["figure"], line
 
 
+@pytest.mark.parametrize("together", ["1", "3"])
 def test_what_fails_hangs_or_crashes_is_told_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    together: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ("failed", "hung", "crashed", "lacking", "held")
     own = [replace(OWN, name=name, seconds=2 if name == "hung" else 20) for name in names]
     monkeypatch.setattr(gpu_day, "CHECKS", (gpu_day.CHECKS[0], *own))
-    assert gpu_day.main(["right", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    words = ["right", "--device", "cpu", "--out", str(tmp_path), "--together", together]
+    assert gpu_day.main(words) == 1
     found = lines(tmp_path)
     assert [found[name]["ok"] for name in names] == [False, False, False, None, True]
     figures = [found[name]["figure"] for name in names]
@@ -95,7 +97,9 @@ def test_what_fails_hangs_or_crashes_is_told_and_ends_nothing(
     # What a check has started ends with it.
     assert found["hung"]["detail"]["runs"] and not runs(found["hung"]["detail"]["child"])
     printed = capsys.readouterr()
-    assert [json.loads(line)["check"] for line in printed.out.splitlines()] == ["versions", *names]
+    told = [json.loads(line)["check"] for line in printed.out.splitlines()]
+    assert told[0] == "versions" and sorted(told[1:]) == sorted(names)
+    assert together != "1" or told[1:] == list(names)
     assert "| **no** | ValueError: two lines |" in printed.err
 
 

@@ -11,6 +11,7 @@ DIR/CHECK/log.txt. At the end DIR/table.md and stderr have a table for docs/ran_
 DIR/checks.jsonl. The exit code is 1 if a check has failed.
 
 `--device cpu` runs the same list on tiny sizes, so that no minute of a card is spent on errors of typing.
+`--together 6` runs what only asks whether something is right beside each other, on a machine with many cores.
 Nothing here needs a network. Packages that are missing are named, and what needs them is null.
 """
 
@@ -25,8 +26,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
@@ -72,7 +75,7 @@ CHECKS = (
     Check("gpu_tests", "right", "machine", 100, "pytest -m gpu", IN_SUITE),
     Check("doctor", "right", "machine", 40, "yuan-train doctor"),
     Check("kernels", "right", "machine", 170, "our kernels against torch's"),
-    Check("sanitizer", "right", "machine", 100, "compute-sanitizer finds nothing in our kernels", NEEDS_CARD),
+    Check("sanitizer", "right", "machine", 180, "compute-sanitizer finds nothing in our kernels", NEEDS_CARD),
     Check("profile", "fast", "speed", 180, "a profile of this card, and a plan from it"),
     Check("forecast", "fast", "speed", 100, "seconds and bytes of that plan's step as forecast"),
     Check("kernel_times", "fast", "speed", 60, "where the seconds of a step go"),
@@ -89,27 +92,41 @@ CHECKS = (
     Check("megatron", "streams", "ranks", 100, "the engine of megatron-core: losses as ours"),
     Check("large_layers", "streams", "ranks", 80, "layers of Llama-3.1-8B: bytes as the planner has them"),
 )
+ALONE = ("memory", "kernels", "nccl", "megatron", "large_layers")
+"""Checks of seconds, and of bytes of the whole card, besides those of part `fast`."""
 
 
 def main(words: list[str] | None = None) -> int:
     """Run the checks that are asked for; 1 if one has failed."""
     options = parse(words)
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = choose(options.part, options.only)
+    first, *others = choose(options.part, options.only)
     deadlines: dict[Part, float] = {}
-    failed = False
-    for check in chosen:
+    told = threading.Lock()
+
+    def holds(check: Check) -> bool:
         end = deadlines.setdefault(check.part, time.monotonic() + options.budget)
         line = perform(check, options, min(check.seconds, end - time.monotonic()))
-        failed = failed or line["ok"] is False
         text = json.dumps(line, default=str)
-        print(text, flush=True)
-        with (options.out / "checks.jsonl").open("a") as file:
+        with told, (options.out / "checks.jsonl").open("a") as file:
+            print(text, flush=True)
             file.write(text + "\n")
+        return line["ok"] is not False
+
+    beside = [check for check in others if options.together > 1 and not is_alone(check)]
+    found = [holds(first)]
+    with ThreadPoolExecutor(options.together) as pool:
+        found += pool.map(holds, beside)
+    found += [holds(check) for check in others if check not in beside]
     table = make_table(options.out / "checks.jsonl")
     (options.out / "table.md").write_text(table)
     print(table, file=sys.stderr, end="")
-    return int(failed)
+    return int(not all(found))
+
+
+def is_alone(check: Check) -> bool:
+    """Whether others beside it would change its figure."""
+    return check.part == "fast" or check.name in ALONE
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -123,6 +140,13 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME,...", help="these checks alone, besides `versions`")
     parser.add_argument(
         "--budget", type=float, default=PART_SECONDS, metavar="SECONDS", help=f"of a part ({PART_SECONDS:g})"
+    )
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run so many checks at a time, all but those whose figures would change by it (1)",
     )
     parser.add_argument(
         "--without",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -27,9 +29,14 @@ from yuan_train.parallel.transport import Ranges, transport_of
 from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.profile.units import ProfileCase, measure_case
 
-SUITES = ("equality", "plans", "zero", "loss_scale", "activation_offload", "parameter_offload")
+SUITES = (
+    *("equality", "plans", "zero", "tensor", "loss_scale", "activation_offload"),
+    *("parameter_offload", "experts", "checksums"),
+)
 """Of tests/parallel: losses and weights under every kind of plan against one process. In order of value."""
 SUITE_SECONDS = 160
+MOST_RANKS = 4
+"""Of a test."""
 END_SECONDS = 10
 """In which all ranks end when one is lost."""
 FULL = "per_process_memory_fraction:0.0005"
@@ -41,17 +48,16 @@ MODEL_WORK_TOLERANCE = 0.2
 
 def several_ranks(bench: Bench) -> Verdict:
     """The tests of several ranks, all on this card: over gloo, through pinned memory."""
-    end, found = time.monotonic() + SUITE_SECONDS, dict.fromkeys(SUITES, "not reached")
-    holds: bool | None = None
-    for name in SUITES:
-        left = end - time.monotonic()
-        if left < 10:
-            break
-        words = [f"tests/parallel/test_{name}.py", "-m", "not slow", "--maxfail=5"]
-        passes, found[name] = run_pytest(words, seconds=left, YUAN_TEST_DEVICE=bench.device.type)
-        bench.note(**{name: [passes, found[name]]})
-        holds = holds if passes is None else passes and holds is not False
-    return holds, "; ".join(f"{name}: {last}" for name, last in found.items())
+    files = [f"tests/parallel/test_{name}.py" for name in SUITES]
+    words = [*files, "-vv", "-m", "not slow", "--maxfail=10", *_side_by_side()]
+    return run_pytest(words, seconds=SUITE_SECONDS, YUAN_TEST_DEVICE=bench.device.type)
+
+
+def _side_by_side() -> list[str]:
+    """The words of pytest that run several tests at a time, where the machine has cores for it."""
+    if importlib.util.find_spec("xdist") is None or (os.cpu_count() or 1) < 2 * MOST_RANKS:
+        return []
+    return ["-n", str((os.cpu_count() or 1) // MOST_RANKS), "--dist", "worksteal"]
 
 
 def nccl(bench: Bench) -> Verdict:
