@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -15,7 +16,8 @@ from tests.support.models import tiny_model
 from tests.support.spawn import as_rank, free_port, patience, spawn
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.links import Link, enter_role, join_role, move_weights
+from yuan_train.parallel.links import Link, Outlet, enter_role, join_role, take_weights
+from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import (
     bound_elements,
     make_buckets,
@@ -46,6 +48,16 @@ POLICY = plan_of([[(1.5, 2), (3, 1)]])
 ENGINES = plan_of([[(1, 1), (3, 2)], [(3, 1)]])
 
 
+def scattered(local: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """With another bit in each element whose place in the whole tensor says so, 1 of 100."""
+    places = part(torch.arange(math.prod(shard.shape)).view(shard.shape), shard)
+    return torch.where(places % 100 == 7, local.bfloat16() * 1.01, local)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
 def run_roles(rank: int, port: int, folder: Path) -> None:
     """Policy and engines move weights; then a rank of an engine is gone."""
     policy, engines = POLICY, ENGINES
@@ -66,21 +78,24 @@ def run_roles(rank: int, port: int, folder: Path) -> None:
     table = transfer_table({r: holdings[r] for r in roles["policy"]}, targets)
     own = holdings[rank]
     weights = {name: part(tensor, own[name]) for name, tensor in whole("yuan").items() if name in own}
-    tensors = {
-        n: w if rank in roles["policy"] else torch.zeros(w.shape, dtype=torch.bfloat16)
-        for n, w in weights.items()
-    }
-    sent = move_weights(
-        make_buckets(table, itemsize=2, limit=20_000),
-        tensors,
-        own,
-        link=link,
-        job_rank=rank,
-        dtype=torch.bfloat16,
-    )
-    (folder / f"sent-{rank}").write_text(str(sent))
-    if rank in roles["generation"]:
-        assert all(torch.equal(tensors[n], w.bfloat16()) for n, w in weights.items())
+    tensors = {name: torch.zeros(w.shape, dtype=torch.bfloat16) for name, w in weights.items()}
+    buckets = make_buckets(table, itemsize=2, limit=20_000)
+    common = {"link": link, "job_rank": rank, "dtype": torch.bfloat16}
+    outlet = Outlet(buckets, **common, by_difference=True)
+    for version in range(4):
+        if version == 2:
+            # A few elements of each, and in version 3 all.
+            weights = {name: scattered(w, own[name]) for name, w in weights.items()}
+        elif version == 3:
+            weights = {name: -w for name, w in weights.items()}
+        if rank in roles["policy"]:
+            sent, waits = outlet.post(weights, own)
+            (folder / f"sent-{version}-{rank}").write_text(str(sent))
+            for wait in waits:
+                wait()
+        else:
+            take_weights(buckets, tensors, own, **common)
+            assert all(torch.equal(bits(tensors[n]), bits(w.bfloat16())) for n, w in weights.items())
     lost = roles["generation"].stop - 1
     if rank == lost:
         os._exit(0)
@@ -97,6 +112,8 @@ def run_roles(rank: int, port: int, folder: Path) -> None:
 
 def test_roles_move_weights_and_see_a_loss(tmp_path: Path) -> None:
     spawn(run_roles, POLICY.world_size + ENGINES.world_size, free_port(), tmp_path)
-    sent = sum(int(path.read_text()) for path in tmp_path.glob("sent-*"))
-    assert sent == 2 * bound_elements(plan_holdings(ENGINES))
+    sent = [sum(int(p.read_text()) for p in tmp_path.glob(f"sent-{version}-*")) for version in range(4)]
+    whole_bytes = 2 * bound_elements(plan_holdings(ENGINES))
+    assert sent[0] == sent[3] == whole_bytes
+    assert sent[1] < 0.01 * whole_bytes < sent[2] < 0.05 * whole_bytes
     assert all((tmp_path / f"done-{rank}").exists() for rank in range(POLICY.world_size))

@@ -9,6 +9,8 @@ from functools import cache, partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.models import VARIANTS, tiny_model
 from yuan_train.config.architecture import sharding_of
@@ -19,9 +21,14 @@ from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.shard import Shard, part_of
 from yuan_train.parallel.tensor import ShardSpec, shard_parameters
 from yuan_train.parallel.transfer import (
+    BLOCK,
+    WHOLE,
     bound_elements,
     check_table,
+    decode,
+    encode,
     make_buckets,
+    message_sizes,
     pack,
     plan_holdings,
     transfer_table,
@@ -89,7 +96,8 @@ def part(tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_drawn_pairs_of_plans_move_every_bit_once(variant: str) -> None:
-    """NUM_PAIRS over all architectures; some in bf16 from fp32, in small messages and in one."""
+    """NUM_PAIRS over all architectures; some in bf16 from fp32, in small messages and in one. Then again by
+    difference, when a few elements have changed."""
     draw = random.Random(variant)
     model, weights = tiny_model(variant, num_layers=NUM_LAYERS), whole(variant)
     for _ in range(-(-NUM_PAIRS // len(VARIANTS))):
@@ -104,15 +112,63 @@ def test_drawn_pairs_of_plans_move_every_bit_once(variant: str) -> None:
             r: {n: torch.full(s.local_shape, float("nan"), dtype=dtype) for n, s in own.items()}
             for r, own in targets.items()
         }
-        sent = 0
+        sent: list[torch.Tensor] = []
         for bucket in buckets:
+            sent.append(pack(bucket, held[bucket.source], sources[bucket.source], dtype=dtype))
+            unpack(bucket, sent[-1], got[bucket.target], targets[bucket.target])
+        assert sum(flat.numel() for flat in sent) == bound_elements(targets)
+        assert all(
+            torch.equal(got[rank][name], part(weights[name], shard).to(dtype))
+            for rank, own in targets.items()
+            for name, shard in own.items()
+        )
+        newer = {name: torch.where(torch.rand(w.shape) < 0.02, -w, w) for name, w in weights.items()}
+        held = {r: {n: part(newer[n], s) for n, s in own.items()} for r, own in sources.items()}
+        for bucket, before in zip(buckets, sent, strict=True):
             flat = pack(bucket, held[bucket.source], sources[bucket.source], dtype=dtype)
-            sent += flat.numel()
-            unpack(bucket, flat, got[bucket.target], targets[bucket.target])
-        assert sent == bound_elements(targets)
-        for rank, own in targets.items():
-            for name, shard in own.items():
-                assert torch.equal(got[rank][name], part(weights[name], shard).to(dtype)), name
+            count, message = encode(flat, before)
+            here = pack(bucket, got[bucket.target], targets[bucket.target], dtype=dtype)
+            assert count != WHOLE and message.nbytes < 0.3 * flat.nbytes or flat.numel() < 100
+            if count == WHOLE:
+                here.copy_(flat)
+            else:
+                decode(count, here, message)
+            unpack(bucket, here, got[bucket.target], targets[bucket.target])
+        assert all(
+            torch.equal(got[rank][name], part(newer[name], shard).to(dtype))
+            for rank, own in targets.items()
+            for name, shard in own.items()
+        )
+
+
+@given(
+    dtype=st.sampled_from((torch.bfloat16, torch.float32, torch.float64)),
+    size=st.sampled_from((0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)),
+    share=st.sampled_from((0.0, 1e-4, 0.01, 0.2, 1.0)),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=120, deadline=None)
+def test_what_has_changed_makes_the_new_bits_of_the_old(
+    dtype: torch.dtype, size: int, share: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    # Any bits: NaN of all kinds, and zeros of both signs.
+    old, other = (torch.randint(-(2**15), 2**15, (size,), generator=generator).to(bits) for _ in range(2))
+    new = torch.where(torch.rand(size, generator=generator) < share, other, old)
+    for sent in (old.view(dtype), None):
+        count, message = encode(new.view(dtype), sent)
+        assert count == WHOLE if sent is None else count in (WHOLE, int((new != old).sum()))
+        if count == WHOLE:
+            assert torch.equal(message.view(bits), new)
+            continue
+        assert message.nbytes == sum(message_sizes(count, new.view(dtype))) < new.nbytes
+        found = old.view(dtype).clone()
+        decode(count, found, message.clone())
+        assert torch.equal(found.view(bits), new)
+    count, message = encode(new.view(dtype), old.view(dtype))
+    if size > BLOCK and share <= 0.01:
+        assert count != WHOLE and message.nbytes < 0.03 * new.nbytes
 
 
 @pytest.mark.parametrize("variant", ["yuan", "llama", "mixtral"])

@@ -66,6 +66,9 @@ def run_cases(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]])
         _run_role(load_rl(path, overrides), roles)
 
 
+FEW = ("train.steps=3", "train.precision=bf16", "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=1")
+
+
 def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     path = write_rl(tmp_path)
     save = f"checkpoint.directory={tmp_path / 'ck'}"
@@ -78,6 +81,8 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
         "begun": (0, (save, "train.steps=1")),
         "resumed": (0, (save,)),
         "async": (2, ("train.steps=4", "algorithm.filter=zero_variance")),
+        "changed": (1, FEW),
+        "whole": (1, (*FEW, "generation.sync=whole")),
     }
     spawn(
         run_cases,
@@ -113,6 +118,14 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert [line["staleness_max"] for line in curve] == [0, 1, 2, 2]
     assert all(line["sync_bytes"] > 0 for line in curve)
     assert curve[-1]["next_ticket"] == 4 * 2 + sum(line["groups_filtered"] for line in curve)
+    # Few bits of bf16 change in a small step. Engines that are sent no others draw as those that have all.
+    changed, whole = (read_lines(tmp_path / name) for name in ("changed", "whole"))
+    assert read_lines(tmp_path / "changed", "samples.jsonl") == read_lines(
+        tmp_path / "whole", "samples.jsonl"
+    )
+    assert [line["grad_norm"] for line in changed] == [line["grad_norm"] for line in whole]
+    first, *later = (line["sync_bytes"] for line in changed)
+    assert [line["sync_bytes"] for line in whole] == [first] * 3 and max(later) < 0.2 * first
 
 
 def run_slowly(rank: int, path: Path, overrides: tuple[str, ...], roles: RlPlan, port: int) -> None:

@@ -109,6 +109,9 @@ class GenerationConfig:
     weights: Literal["between_batches", "in_flight"] = "between_batches"
     """When engines of their own take new weights in async mode: when the answers of a batch are written; or
     between two tokens, with the next batch's prompts in slots as they become free."""
+    sync: Literal["difference", "whole"] = "difference"
+    """What engines of their own are sent of new weights: the elements whose bits have changed since, which
+    keeps a copy of what was sent on the policy's hosts; or all. They have the same weights after either."""
     on_lost_engine: OnLostEngine = "stop"
     """When an engine of several on cards of their own is lost: end the run, or go on with the others."""
 
@@ -324,6 +327,9 @@ class RLSearchConfig:
     generation: GenerationSearch = field(default_factory=GenerationSearch)
     expected_new_tokens: Count | None = None
     """Mean length of an answer; None: max_new_tokens."""
+    sync_share: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Of the bytes of all weights, those that engines of their own are sent after a batch: sync_bytes of a
+    run's later steps over those of the first, in metrics.jsonl."""
     time_limit: Annotated[float, Gt(0), Unit("seconds")] = 60.0
     """Ends the search; the best plan so far is kept."""
 

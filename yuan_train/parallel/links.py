@@ -8,6 +8,7 @@ rank is seen by whoever waits for it; the other roles' worlds go on.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from yuan_train.config.errors import LostRank, TrainingError
 from yuan_train.parallel.board import Board, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import world_backend
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.transfer import Bucket, pack, unpack
+from yuan_train.parallel.transfer import WHOLE, Bucket, decode, encode, message_sizes, pack, unpack
 from yuan_train.parallel.transport import PATIENCE, LostPeer, is_lost_connection, without_frames
 
 BUCKETS_AHEAD = 2
@@ -169,7 +171,42 @@ class Link:
             ) from error
 
 
-def move_weights(
+class Outlet:
+    """What this rank sends of its weights to some ranks, again and again, each time as they are then."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], *, link: Link, job_rank: int, dtype: torch.dtype, by_difference: bool
+    ) -> None:
+        """Of `buckets` those that this rank is the source of, in `dtype`. `by_difference`: keep on the host
+        what was sent, and send the elements whose bits have changed since."""
+        self._rounds = _rounds([bucket for bucket in buckets if bucket.source == job_rank])
+        self._link = link
+        self._dtype = dtype
+        self._by_difference = by_difference
+        self._sent: dict[tuple[int, int], torch.Tensor] = {}
+        """By round and target."""
+
+    def post(
+        self, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
+    ) -> tuple[int, list[Callable[[], None]]]:
+        """Start to send all, from copies on the host; `tensors` are this rank's parts by global name.
+
+        Returns the bytes, and what waits until they are taken, by `take_weights` on the targets: the tensors
+        may change meanwhile. Raises LostPeer.
+        """
+        total, waits = 0, list[Callable[[], None]]()
+        for number, messages in enumerate(self._rounds):
+            for bucket in messages:
+                flat = pack(bucket, tensors, shards, dtype=self._dtype).cpu()
+                count, message = encode(flat, self._sent.get((number, bucket.target)))
+                if self._by_difference:
+                    self._sent[number, bucket.target] = flat
+                waits += [self._link.send(x, bucket.target) for x in (torch.tensor([count]), message)]
+                total += message.nbytes
+        return total, waits
+
+
+def take_weights(
     buckets: Sequence[Bucket],
     tensors: Mapping[str, torch.Tensor],
     shards: Mapping[str, Shard],
@@ -177,56 +214,36 @@ def move_weights(
     link: Link,
     job_rank: int,
     dtype: torch.dtype,
-) -> int:
-    """Send the buckets that this rank is the source of; fill its tensors from those it is the target of.
+) -> None:
+    """Fill this rank's parts with what the sources of those buckets that it is the target of have posted, of
+    the same buckets in the same order. A few messages a source are under way at once. Raises LostPeer."""
+    arriving: deque[Callable[[], None]] = deque()
 
-    Collective over the ranks that the buckets name, whose order of buckets is the same; `tensors` are this
-    rank's parts by global name, `dtype` what is sent. Returns the bytes that this rank sent. A few messages a
-    pair are under way at once, all pairs at the same time. Raises LostPeer.
-    """
-    sent = 0
-    waiting: deque[Callable[[], None]] = deque()
-    arriving: deque[tuple[Bucket, torch.Tensor, Callable[[], None]]] = deque()
-    rounds = _rounds([b for b in buckets if job_rank in (b.source, b.target)])
-    for number, messages in enumerate(rounds):
-        for bucket in messages:
-            if bucket.target == job_rank:
-                buffer = torch.empty(bucket.num_elements, dtype=dtype)
-                arriving.append((bucket, buffer, link.receive(buffer, bucket.source)))
-        for bucket in messages:
-            if bucket.source == job_rank:
+    def finish(bucket: Bucket, count: int, flat: Tensor, message: Tensor, wait: Callable[[], None]) -> None:
+        wait()
+        if count != WHOLE:
+            decode(count, flat, message)
+        unpack(bucket, flat, tensors, shards)
+
+    for messages in _rounds([bucket for bucket in buckets if bucket.target == job_rank]):
+        counts = [torch.empty(1, dtype=torch.int64) for _ in messages]
+        announced = [link.receive(n, bucket.source) for n, bucket in zip(counts, messages, strict=True)]
+        for bucket, number, wait in zip(messages, counts, announced, strict=True):
+            wait()
+            count = int(number)
+            if count == WHOLE:
+                flat = torch.empty(bucket.num_elements, dtype=dtype)
+                message = flat.view(torch.uint8)
+            else:
+                # What was sent before is what is here: nobody else writes these parts.
                 flat = pack(bucket, tensors, shards, dtype=dtype).cpu()
-                waiting.append(link.send(flat, bucket.target))
-                sent += flat.nbytes
-        ahead = sum(len(later) for later in rounds[max(number + 2 - BUCKETS_AHEAD, 0) : number + 1])
-        while len(waiting) + len(arriving) > ahead:
-            _finish_one(waiting, arriving, tensors, shards)
-    while waiting or arriving:
-        _finish_one(waiting, arriving, tensors, shards)
-    return sent
-
-
-def post_weights(
-    buckets: Sequence[Bucket],
-    tensors: Mapping[str, torch.Tensor],
-    shards: Mapping[str, Shard],
-    *,
-    link: Link,
-    job_rank: int,
-    dtype: torch.dtype,
-) -> tuple[int, list[Callable[[], None]]]:
-    """Start to send what of the buckets this rank is the source of, all at once, from copies on the host.
-
-    Returns the bytes, and what waits until they are taken: the tensors may change meanwhile. The targets call
-    `move_weights`.
-    """
-    sent, waits = 0, list[Callable[[], None]]()
-    for messages in _rounds([bucket for bucket in buckets if bucket.source == job_rank]):
-        for bucket in messages:
-            flat = pack(bucket, tensors, shards, dtype=dtype).cpu()
-            waits.append(link.send(flat, bucket.target))
-            sent += flat.nbytes
-    return sent, waits
+                message = torch.empty(sum(message_sizes(count, flat)), dtype=torch.uint8)
+            came = link.receive(message, bucket.source)
+            arriving.append(functools.partial(finish, bucket, count, flat, message, came))
+        while len(arriving) > (BUCKETS_AHEAD - 1) * len(messages):
+            arriving.popleft()()
+    while arriving:
+        arriving.popleft()()
 
 
 def _rounds(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
@@ -240,18 +257,3 @@ def _rounds(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
             rounds.append([])
         rounds[number].append(bucket)
     return rounds
-
-
-def _finish_one(
-    waiting: deque[Callable[[], None]],
-    arriving: deque[tuple[Bucket, torch.Tensor, Callable[[], None]]],
-    tensors: Mapping[str, torch.Tensor],
-    shards: Mapping[str, Shard],
-) -> None:
-    """Wait for the oldest message; a receive first, for what arrives must be unpacked."""
-    if arriving:
-        bucket, buffer, wait = arriving.popleft()
-        wait()
-        unpack(bucket, buffer, tensors, shards)
-    else:
-        waiting.popleft()()

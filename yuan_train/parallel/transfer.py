@@ -320,6 +320,51 @@ def unpack(
         tensors[move.name][local_slices(shards[move.name], move)].copy_(part)
 
 
+# --- what has changed since --------------------------------------------------------------------------------
+
+WHOLE = -1
+"""In place of a number of elements: all of them, one after the other."""
+BLOCK = 1 << 16
+"""Elements of a bucket in which 16 bits say where one is."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def encode(flat: torch.Tensor, sent: torch.Tensor | None) -> tuple[int, torch.Tensor]:
+    """A message of bytes that makes flat [n] of what was `sent` before, and of how many elements it has the
+    new bits: WHOLE if nothing was sent, or where all of flat takes no more bytes."""
+    if sent is not None:
+        changed = _bits(flat) != _bits(sent)
+        count = int(changed.count_nonzero())
+        if sum(message_sizes(count, flat)) < flat.nbytes:
+            index = changed.nonzero().flatten()
+            counts = torch.bincount(index // BLOCK, minlength=_num_blocks(flat)).int()
+            offsets = (index % BLOCK - BLOCK // 2).to(torch.int16)
+            return count, torch.cat([x.view(torch.uint8) for x in (counts, offsets, _bits(flat)[index])])
+    return WHOLE, flat.view(torch.uint8)
+
+
+def decode(count: int, flat: torch.Tensor, message: torch.Tensor) -> None:
+    """Make of flat [n], which is what was sent before, what `encode` was given, of `count` new elements."""
+    # A view of wider elements begins where those of a tensor of its own would.
+    counts, offsets, values = (part.clone() for part in message.split(message_sizes(count, flat)))
+    blocks = torch.arange(_num_blocks(flat)).repeat_interleave(counts.view(torch.int32).long())
+    index = blocks * BLOCK + offsets.view(torch.int16).long() + BLOCK // 2
+    _bits(flat)[index] = values.view(_BITS[flat.itemsize])
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(_BITS[flat.itemsize])
+
+
+def _num_blocks(flat: torch.Tensor) -> int:
+    return -(-flat.numel() // BLOCK)
+
+
+def message_sizes(count: int, flat: torch.Tensor) -> list[int]:
+    """Bytes of a message of so many new elements: of their numbers in all blocks, places, and bits."""
+    return [4 * _num_blocks(flat), 2 * count, flat.itemsize * count]
+
+
 def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
     start = 0
     for move in bucket.moves:

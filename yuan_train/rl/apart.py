@@ -35,7 +35,7 @@ from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
-from yuan_train.parallel.links import RolePosition, move_weights
+from yuan_train.parallel.links import RolePosition, take_weights
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
@@ -236,7 +236,7 @@ class RemoteCollector(Collector):
             position,
             dtype=DTYPES[run.train.precision],
             timeout_seconds=connect_seconds(run.train),
-            on_lost=run.generation.on_lost_engine,
+            generation=run.generation,
         )
         self._offers: Offers | None = None
         if run.generation.weights == "in_flight":
@@ -585,7 +585,7 @@ class _Server:
                 yield answers
 
     def _take_weights(self, version: int) -> None:
-        move_weights(
+        take_weights(
             self._first if self._version < 0 else self._buckets,
             own_weights(self._runtime),
             self._runtime.shards,

@@ -12,6 +12,7 @@ each sequence, back; all ranks of the policy get them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import queue
@@ -27,11 +28,11 @@ from torch import Tensor
 
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.plan import node_of
-from yuan_train.config.rl import OnLostEngine, RLConfig
+from yuan_train.config.rl import GenerationConfig, OnLostEngine, RLConfig
 from yuan_train.config.rl_plan import RlPlan, RoleName, ScoringRole
 from yuan_train.config.run import TrainConfig
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
-from yuan_train.parallel.links import Link, RolePosition, post_weights
+from yuan_train.parallel.links import Link, Outlet, RolePosition
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.transport import LostPeer
@@ -216,15 +217,13 @@ class Engines:
         *,
         dtype: torch.dtype,
         timeout_seconds: float,
-        on_lost: OnLostEngine,
+        generation: GenerationConfig,
     ) -> None:
         self._position = position
-        self._dtype = dtype
-        self._goes_on = on_lost == "go_on"
-        self._first = weight_buckets(roles, dtype.itemsize, trained=False)
-        self._buckets = weight_buckets(roles, dtype.itemsize, trained=True)
-        self._is_filled = False
-        """Whether the engines have had all parameters."""
+        self._goes_on = generation.on_lost_engine == "go_on"
+        first, trained = (weight_buckets(roles, dtype.itemsize, trained=only) for only in (False, True))
+        self._outlets: dict[int, list[Outlet]] = {}
+        """By engine, of what it has next, and, where that is not the same, of what it has from then on."""
         self._ranks = engine_ranks(roles)
         self._channels: dict[int, Channel] = {}
         self._links: dict[int, Link] = {}
@@ -236,6 +235,12 @@ class Engines:
                 self._channels[engine] = Channel(talk, self._ranks[engine][0])
                 self._inbox.open(engine, self._channels[engine])
             self._links[engine] = weight_link(roles, engine, position, timeout_seconds)
+            make = functools.partial(
+                Outlet, link=self._links[engine], job_rank=position.job_rank, dtype=dtype
+            )
+            again = make(trained[engine], by_difference=generation.sync == "difference")
+            whole = [] if first[engine] == trained[engine] else [make(first[engine], by_difference=False)]
+            self._outlets[engine] = [*whole, again]
 
     @property
     def is_controller(self) -> bool:
@@ -274,18 +279,12 @@ class Engines:
         if self.is_controller:
             self.tell_all(("weights", version))
         self._wait_for_sends()
-        sent, buckets = 0, self._buckets if self._is_filled else self._first
-        self._is_filled = True
+        sent = 0
         for engine in self.left:
+            outlet, *later = self._outlets[engine]
+            self._outlets[engine] = later or [outlet]
             with self._reaching(engine):
-                more, self._sends[engine] = post_weights(
-                    buckets[engine],
-                    tensors,
-                    shards,
-                    link=self._links[engine],
-                    job_rank=self._position.job_rank,
-                    dtype=self._dtype,
-                )
+                more, self._sends[engine] = outlet.post(tensors, shards)
                 sent += more
         return sent
 
@@ -316,7 +315,7 @@ class Engines:
             # What is left of it waits for these links, and ends when they are gone.
             self._channels.pop(engine, None)
             self._sends.pop(engine, None)
-            del self._links[engine]
+            del self._links[engine], self._outlets[engine]
             if self.is_controller:
                 logger.warning(
                     "engine %d (%s) is lost: %s; going on with %d of %d engines",
@@ -411,14 +410,9 @@ class RemoteReference(RemoteScores):
         runtime, dtype, timeout = trainer.runtime, DTYPES[run.train.precision], connect_seconds(run.train)
         with as_training_error(runtime.coord):
             link = role_weight_link(roles, "reference", position, timeout)
-            _, sends = post_weights(
-                role_buckets(roles, "reference", dtype.itemsize),
-                own_weights(runtime),
-                runtime.shards,
-                link=link,
-                job_rank=position.job_rank,
-                dtype=dtype,
-            )
+            buckets, job_rank = role_buckets(roles, "reference", dtype.itemsize), position.job_rank
+            outlet = Outlet(buckets, link=link, job_rank=job_rank, dtype=dtype, by_difference=False)
+            _, sends = outlet.post(own_weights(runtime), runtime.shards)
             for wait in sends:
                 wait()
         super().__init__(roles, "reference", trainer, position, timeout_seconds=timeout)

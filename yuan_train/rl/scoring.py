@@ -29,7 +29,7 @@ from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import as_training_error
-from yuan_train.parallel.links import RolePosition, enter_role, join_role, move_weights
+from yuan_train.parallel.links import RolePosition, enter_role, join_role, take_weights
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.engines import (
     Channel,
@@ -177,7 +177,7 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> None:
     weights = own_weights(runtime)
     if job.reward_model is None:
         with as_training_error(runtime.coord):
-            move_weights(
+            take_weights(
                 role_buckets(job.roles, job.role, dtype.itemsize),
                 weights,
                 runtime.shards,

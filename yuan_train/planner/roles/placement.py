@@ -67,6 +67,8 @@ class RolesProblem:
     """In async mode."""
     in_flight: bool = False
     """Whether engines then go on over the border of batches."""
+    sync_share: float = 1.0
+    """Of the bytes of all weights, those that engines are sent after a batch."""
     time_limit: float = 60.0
 
     @property
@@ -369,9 +371,9 @@ def place(
         model, precision = problem.load.model, problem.load.precision
         targets = [holder for engine in generation.engines for holder in holders_of(model, engine.stages)]
         synced = model.parameters if model.lora is None else sum(model.trained_unit_parameters)
-        whole = float(synced * ELEMENT_BYTES[precision])
-        moved = sync_seconds(costs.topology, policy.holders, targets, whole)
-        moved_bytes = sync_bytes(model, generation.engines, precision)
+        bytes_ = problem.sync_share * synced * ELEMENT_BYTES[precision]
+        moved = sync_seconds(costs.topology, policy.holders, targets, bytes_)
+        moved_bytes = problem.sync_share * sync_bytes(model, generation.engines, precision)
     staleness = problem.staleness if mode == "async" else 0
 
     def played(staleness: int) -> Play:

@@ -106,6 +106,7 @@ def roles_problem(
         placements=run.search.placement,
         staleness=run.schedule.staleness or 0,
         in_flight=run.generation.weights == "in_flight",
+        sync_share=run.search.sync_share,
         time_limit=run.search.time_limit,
     )
 
