@@ -7,7 +7,7 @@
 answer a; or `story`, first sentences of the quick start's stories. `learn` trains configs/run/rl-tiny.yaml
 on one of the first two, once for each seed, and prints the mean reward of the first step and of the last
 20, of at most 1.20. `right` and `ends` are the rewards of that run; `of_a_fox` is that of
-configs/run/rl-story.yaml, `varied` is that of tools/bench_rl_forecast.py.
+configs/run/rl-story.yaml, `varied` is that of `python -m tools.bench rl/forecast`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,15 @@
 import sys
 
-from tools.bench import engine, experts, faults, generation, planner, tiers, training  # noqa: F401 (they register their cases)
+import tools.bench.engine
+import tools.bench.executor
+import tools.bench.experts
+import tools.bench.faults
+import tools.bench.generation
+import tools.bench.planner
+import tools.bench.rl
+import tools.bench.roles
+import tools.bench.tiers
+import tools.bench.training  # noqa: F401 (they register their cases)
 from tools.bench.harness import main
 
 sys.exit(main())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.search.test_roles import ONE_CUT
-from tools.bench_roles import cluster_of, problem_of
+from tools.bench.roles import cluster_of, problem_of
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import load_model
 from yuan_train.config.profile import (

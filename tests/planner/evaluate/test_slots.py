@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.bench_roles import drawn
+from tools.bench.roles import drawn
 from yuan_train.planner.costs.generation_memory import DRAWN_ELEMENTS, PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.workload import model_work
 from yuan_train.planner.roles.decode import DecodeStage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench_roles import SPLITS, brute_force, cluster_of, drawn, fixed_step, on_h800_and_h20, problem_of
+from tools.bench.roles import SPLITS, brute_force, cluster_of, drawn, fixed_step, on_h800_and_h20, problem_of
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.model import load_model
 from yuan_train.config.rl_plan import load_rl_plan, save_rl_plan

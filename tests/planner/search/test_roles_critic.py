@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench_roles import beside_critic, brute_force, cluster_of, drawn, problem_of
+from tools.bench.roles import beside_critic, brute_force, cluster_of, drawn, problem_of
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import NoPlanFits, PlanError
 from yuan_train.config.model import load_model

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tools.bench_roles import drawn
+from tools.bench.roles import drawn
 from yuan_train.planner.roles.search import search_roles
 
 

@@ -1,19 +1,11 @@
-"""Placement of roles: against every split on drawn clusters, and on 4 H800 beside 4 H20.
-
-    python tools/bench_roles.py [--cases 30] [--cards 8] [--critic] [--models 1.5b 7b] [--seconds 60]
-
-Without cards and without torch. A drawn case has up to 8 cards of two or three types; brute force prices
-every split, way to build engines, mode and placement. With `--critic` the drawn cases are of PPO. On H800 and
-H20 the best placement is compared with the policy on all H800, and with the roles swapped.
-"""
+"""Placement of roles: against every split on drawn clusters, and on 4 H800 beside 4 H20. Without cards."""
 
 from __future__ import annotations
 
-import argparse
 import random
-import time
 from dataclasses import replace
 
+from tools.bench.harness import MISSED, Row, case, cost
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.run import SearchConfig
@@ -142,52 +134,45 @@ def fixed_step(problem: RolesProblem, name: str) -> float:
     return placed[0].step_seconds if placed else float("inf")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", type=int, default=30)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
-    parser.add_argument("--cards", type=int, default=8, help="most of a case")
-    parser.add_argument("--critic", action="store_true", help="of PPO, in the drawn cases")
-    parser.add_argument("--models", nargs="*", default=["1.5b", "7b", "14b"])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    arguments = parser.parse_args()
-    equal = priced = splits = 0
-    began = time.process_time()
-    for seed in range(arguments.first, arguments.first + arguments.cases):
-        problem = drawn(seed, most_cards=arguments.cards)
-        problem = beside_critic(problem) if arguments.critic else problem
-        search = RolesSearch(problem)
+@case(
+    "roles/drawn",
+    formats={"step s": ".4f", "brute force s": ".4f"},
+    seed=tuple(range(30)),
+    cards=(8,),
+    critic=(False,),
+)
+def beside_brute_force(seed: int, cards: int, critic: bool) -> Row:
+    """The search beside brute force over splits, engines, modes and placements, on drawn clusters of two or
+    three types; with a critic, of PPO."""
+    problem = drawn(seed, most_cards=cards)
+    problem = beside_critic(problem) if critic else problem
+    search, row = RolesSearch(problem), Row(seed=seed)
+    with cost(row):
         result = search_roles(problem, search)
-        priced, splits = priced + result.num_priced, splits + result.num_splits
-        best, wanted = result.best.step_seconds, brute_force(search)
-        equal += abs(best - wanted) <= 1e-9 * wanted
-        plan = make_rl_plan(problem, result)
-        assert plan.forecast is not None and result.best.policy.cost.fits
-        for role, entries in plan.forecast.roles.items():
-            for entry in entries:
-                ranks = plan.plans[role].pipelines[entry.pipeline].stages[entry.stage].ranks  # type: ignore[index]
-                types = [plan.plans[role].device_type(rank) for rank in ranks]  # type: ignore[index]
-                assert all(kind and entry.peak_memory_bytes <= kind.memory for kind in types)
-    if arguments.cases:
-        print(
-            f"{equal} of {arguments.cases} drawn cases equal brute force; {priced} of {splits} splits "
-            f"priced; {time.process_time() - began:.0f} CPU s"
-        )
-    for name in arguments.models:
-        problem = on_h800_and_h20(name, arguments.seconds)
-        began = time.process_time()
+    best, wanted = result.best.step_seconds, brute_force(search)
+    row |= {"splits": result.num_splits, "priced": result.num_priced, "step s": best, "brute force s": wanted}
+    plan = make_rl_plan(problem, result)
+    assert plan.forecast is not None and result.best.policy.cost.fits
+    for role, entries in plan.forecast.roles.items():
+        for entry in entries:
+            ranks = plan.plans[role].pipelines[entry.pipeline].stages[entry.stage].ranks  # type: ignore[index]
+            types = [plan.plans[role].device_type(rank) for rank in ranks]  # type: ignore[index]
+            assert all(kind and entry.peak_memory_bytes <= kind.memory for kind in types)
+    if abs(best - wanted) > 1e-9 * wanted:
+        row[MISSED] = f"seed {seed}: {best} s, and {wanted} s by brute force"
+    return row
+
+
+@case("roles/h800", formats={"step s": ".1f", "sync s": ".1f"}, name=("1.5b", "7b", "14b"), seconds=(60.0,))
+def beside_fixed(name: str, seconds: float) -> Row:
+    """The best placement beside the policy on all H800, and beside the roles swapped."""
+    problem, row = on_h800_and_h20(name, seconds), Row(name=name)
+    with cost(row):
         result = search_roles(problem)
-        seconds = time.process_time() - began
-        fixed = {key: fixed_step(problem, key) for key in SPLITS}
-        best = result.best
-        print(
-            f"{name}: {best.step_seconds:.1f} s ({describe(best)}; sync mode {best.sync_mode_seconds:.1f} s; "
-            f"{result.num_priced} of {result.num_splits} splits in {seconds:.0f} CPU s); "
-            + "; ".join(
-                f"{key} {value:.1f} s, {value / best.step_seconds:.2f} x" for key, value in fixed.items()
-            )
-        )
-
-
-if __name__ == "__main__":
-    main()
+    best = result.best
+    row |= {"step s": best.step_seconds, "found": describe(best), "sync s": best.sync_mode_seconds}
+    row |= {"splits": result.num_splits, "priced": result.num_priced}
+    for key in SPLITS:
+        fixed = fixed_step(problem, key)
+        row[key] = f"{fixed:.1f} s, {fixed / best.step_seconds:.2f} x"
+    return row

@@ -1,17 +1,8 @@
-"""python tools/bench_executor.py: the overhead of the executor over the simulator.
-
-Each stage runs in a process of its own, under 1F1B over gloo; its work takes 20 ms per micro-batch, a third
-of it forward. The simulator runs the same schedule with the measured work. The overhead, how much longer the
-real step takes, is given twice: with messages that take no time in the simulator, so that they count as
-overhead, and with messages as measured between idle stages. The work is first a sleep, which leaves the cores
-free, then matrix products, with at most one stage per core.
-"""
+"""The overhead of the executor over the simulator, of 1F1B over gloo, each stage a process of its own."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.support.spawn import free_port
+from tools.bench.harness import Row, case
 from yuan_train.config.devices import Backend
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
@@ -38,7 +31,6 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import init_distributed, make_groups, shutdown
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.profile.links import link_ends, measure_links
-from yuan_train.profile.units import machine_name
 from yuan_train.schedule.messages import post_early
 
 FORWARD_SHARE = 1 / 3
@@ -51,7 +43,7 @@ Kind = Literal["sleep", "products"]
 
 
 @dataclass(frozen=True)
-class Case:
+class Pipeline:
     """One pipeline to measure."""
 
     kind: Kind
@@ -93,16 +85,16 @@ class Case:
 class Work:
     """A stage's work on a micro-batch, of known duration; its outputs have no meaning."""
 
-    def __init__(self, case: Case, *, last: bool) -> None:
-        self._kind = case.kind
+    def __init__(self, given: Pipeline, *, last: bool) -> None:
+        self._kind = given.kind
         self._last = last
         self._matrix = torch.randn(MATRIX, MATRIX)
         self._products = 1
-        self._seconds = case.work_seconds
+        self._seconds = given.work_seconds
         self.forward_seconds = 0.0
         """Seconds spent in forwards so far."""
-        if case.kind == "products":
-            self._products = _calibrate(self._matrix, case.work_seconds)
+        if given.kind == "products":
+            self._products = _calibrate(self._matrix, given.work_seconds)
 
     def load(self, micro_batch: int) -> None:
         """There is no data."""
@@ -159,51 +151,51 @@ def _calibrate(matrix: torch.Tensor, seconds: float) -> int:
     return max(1, round(seconds / statistics.median(times)))
 
 
-def run_rank(rank: int, case: Case, port: int, out: str) -> None:
+def run_rank(rank: int, given: Pipeline, port: int, out: str) -> None:
     """Run one stage; rank 0 writes the seconds of messages and of every step to the file `out`."""
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
-        "WORLD_SIZE": str(case.num_stages),
+        "WORLD_SIZE": str(given.num_stages),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
     init_distributed(device=CPU, timeout_seconds=60)
     try:
-        sends = _measure_sends(case)
-        rows = _run_steps(case, rank)
+        sends = _measure_sends(given)
+        rows = _run_steps(given, rank)
         if rank == 0:
             torch.save((sends, rows), out)
     finally:
         shutdown()
 
 
-def _measure_sends(case: Case) -> tuple[list[float], list[float]]:
+def _measure_sends(given: Pipeline) -> tuple[list[float], list[float]]:
     """Seconds of a message over each cut: activations, then gradients."""
-    names = [str(rank) for rank in range(case.num_stages)]
+    names = [str(rank) for rank in range(given.num_stages)]
     sizes = (1 << 16, SEQUENCE_LENGTH * HIDDEN_SIZE * 4)
-    backends: list[Backend] = ["nccl"] * case.num_stages
-    ends = link_ends(names, [""] * case.num_stages, backends, None)
+    backends: list[Backend] = ["nccl"] * given.num_stages
+    ends = link_ends(names, [""] * given.num_stages, backends, None)
     links = measure_links(ends, device=CPU, sizes=sizes, all_pairs=True)
     seconds = {(link.from_, link.to): link.seconds[-1] for link in links}
     pairs = list(zip(names, names[1:], strict=False))
     return [seconds[a, b] for a, b in pairs], [seconds[b, a] for a, b in pairs]
 
 
-def _run_steps(case: Case, rank: int) -> torch.Tensor:
+def _run_steps(given: Pipeline, rank: int) -> torch.Tensor:
     """[steps, stages, 3]: step, forward and backward seconds of each stage."""
-    plan = case.plan
+    plan = given.plan
     grid = Grid(plan)
     coord = grid.coords[rank]
     schedule = pipeline_schedule(plan, 0)
     groups = make_groups(grid, device=CPU, timeout_seconds=60)
     boundary = Boundary((1, SEQUENCE_LENGTH, HIDDEN_SIZE), torch.float32, CPU.torch)
     bridge = make_bridge(grid, coord, groups, boundary, schedule)
-    work, stopwatch = Work(case, last=rank == case.num_stages - 1), Stopwatch(CPU)
+    work, stopwatch = Work(given, last=rank == given.num_stages - 1), Stopwatch(CPU)
     executor = Executor({rank: work}, bridge, stopwatch)
     program = post_early(schedule[coord.worker], grid.workers(0), bridge.holds_up_nothing)
     rows: list[torch.Tensor] = []
-    for _ in range(WARM_UP_STEPS + case.steps):
+    for _ in range(WARM_UP_STEPS + given.steps):
         work.forward_seconds = 0.0
         dist.barrier()
         start = time.perf_counter()
@@ -211,36 +203,53 @@ def _run_steps(case: Case, rank: int) -> torch.Tensor:
         seconds = time.perf_counter() - start
         forward, busy = work.forward_seconds, stopwatch.read()
         own = torch.tensor([seconds, forward, busy - forward], dtype=torch.float64)
-        gathered = [torch.empty_like(own) for _ in range(case.num_stages)]
+        gathered = [torch.empty_like(own) for _ in range(given.num_stages)]
         dist.all_gather(gathered, own)
         rows.append(torch.stack(gathered))
     return torch.stack(rows[WARM_UP_STEPS:])
 
 
-def measure(case: Case) -> str:
-    """Run a case, and return its row of the table."""
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+@case(
+    "engine/executor",
+    formats={"work ms": ".1f", "step s": ".3f"},
+    kind=("sleep", "products"),
+    stages=(4,),
+    micro_batches=(16,),
+    milliseconds=(20.0,),
+    steps=(10,),
+    awake=(False,),
+)
+def executor(
+    kind: Kind, stages: int, micro_batches: int, milliseconds: float, steps: int, awake: bool
+) -> Row:
+    """How much longer a step takes than simulated with the work as it was measured; median (least to most).
+
+    Work of a stage for a micro-batch, a third of it forward: a sleep, which leaves the cores free, or matrix
+    products, of at most one stage a core. The simulator's messages take no time, so that they count as
+    overhead, or what they take between idle stages. `awake` keeps cores from sleep states: waking up is no
+    overhead of the executor.
+    """
+    if kind == "products":
+        stages = min(stages, len(os.sched_getaffinity(0)))
+    given = Pipeline(kind, stages, micro_batches, milliseconds / 1e3, steps)
+    with tempfile.TemporaryDirectory() as folder, keep_awake(awake):
         out = str(Path(folder) / "rows.pt")
-        mp.spawn(run_rank, args=(case, port, out), nprocs=case.num_stages)
+        mp.spawn(run_rank, args=(given, free_port(), out), nprocs=stages)
         sends, rows = torch.load(out)
-    none = [0.0] * (case.num_stages - 1)
-    work = float(rows[:, :, 1:].sum(dim=2).median()) / case.num_micro_batches
-    step_seconds = float(rows[:, :, 0].amax(dim=1).median())
-    return (
-        f"| {case.kind} | {case.num_stages} | {case.num_micro_batches} | {1e3 * work:.1f} "
-        f"| {step_seconds:.3f} | {_overhead(case, rows, (none, none))} | {_overhead(case, rows, sends)} |"
-    )
+    none = [0.0] * (stages - 1)
+    work = float(rows[:, :, 1:].sum(dim=2).median()) / micro_batches
+    row: Row = {"kind": kind, "stages": stages, "micro-batches": micro_batches, "work ms": 1e3 * work}
+    row["step s"] = float(rows[:, :, 0].amax(dim=1).median())
+    row["overhead with messages"] = _overhead(given, rows, (none, none))
+    return row | {"without": _overhead(given, rows, sends)}
 
 
-def _overhead(case: Case, rows: torch.Tensor, sends: tuple[list[float], list[float]]) -> str:
+def _overhead(given: Pipeline, rows: torch.Tensor, sends: tuple[list[float], list[float]]) -> str:
     """How much longer steps [steps, stages, 3] take than simulated: median, minimum, maximum in percent."""
-    schedule = pipeline_schedule(case.plan, 0)
+    schedule = pipeline_schedule(given.plan, 0)
     overheads: list[float] = []
     for step in rows:
-        forward, backward = (step[:, i] / case.num_micro_batches for i in (1, 2))
+        forward, backward = (step[:, i] / given.num_micro_batches for i in (1, 2))
         times = StageTimes(
             forward_seconds=tuple(forward.tolist()),
             backward_seconds=tuple(backward.tolist()),
@@ -272,40 +281,3 @@ def keep_awake(wanted: bool) -> Iterator[None]:
         for loop in loops:
             loop.terminate()
             loop.wait()
-
-
-def main() -> int:
-    """Measure and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--stages", type=int, default=4, help="stages (matrix products: at most one per core)"
-    )
-    parser.add_argument("--micro-batches", type=int, default=16)
-    parser.add_argument("--work-ms", type=float, default=20.0, help="work per stage and micro-batch")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps per row, after two of warm-up")
-    parser.add_argument(
-        "--awake",
-        action="store_true",
-        help="keep the cores awake: their wake-up is not overhead of the executor",
-    )
-    options = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
-    message = SEQUENCE_LENGTH * HIDDEN_SIZE * 4 // 1024
-    print(f"Machine: {machine_name()}; messages of {message} KiB\n")
-    print(
-        "| work | stages | micro-batches | work, ms each | step s | overhead with messages (min to max) "
-        "| without messages |"
-    )
-    print("|---|--:|--:|--:|--:|--:|--:|")
-    kinds: list[tuple[Kind, int]] = [("sleep", options.stages), ("products", min(options.stages, cores))]
-    for kind, stages in kinds:
-        case = Case(kind, stages, options.micro_batches, options.work_ms / 1e3, options.steps)
-        with keep_awake(options.awake):
-            print(measure(case), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
