@@ -1,13 +1,17 @@
 import sys
 
 import tools.bench.engine
+import tools.bench.estimate
 import tools.bench.executor
 import tools.bench.experts
 import tools.bench.faults
 import tools.bench.generation
+import tools.bench.overlap
 import tools.bench.planner
+import tools.bench.policies
 import tools.bench.rl
 import tools.bench.roles
+import tools.bench.serve
 import tools.bench.tiers
 import tools.bench.training  # noqa: F401 (they register their cases)
 from tools.bench.harness import main

@@ -1,37 +1,29 @@
 """Tokens per second of `yuan-train serve` beside transformers' own server, both on one core.
 
-    python tools/bench_serve.py [--streams 16] [--new-tokens 64] [--layers 8] [--hidden 768]
-
-The same model of random weights in fp32, the same chats, greedy; each server alone on core 0, its client on
-the others. A CPU second is one of the server's process, which other work on the machine does not lengthen as
-it does the wall's. `generate` is transformers' own on a whole batch at once, without a server.
-transformers' server needs the package accelerate.
+A CPU second is one of the server's process, which other work on the machine does not lengthen as it does the
+wall's. transformers' server needs the package accelerate.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import httpx
-import torch
 
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.spawn import free_port
+from tools.bench.harness import ROOT, Row, case
 from yuan_train.checkpoint.hf import export_hf, weights_state
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.checkpoint.save import save_checkpoint
@@ -163,8 +155,8 @@ def generate_at_once(published: Path, streams: int, new_tokens: int) -> Measured
     """transformers' `generate` of all chats as one batch, in a process of its own."""
     script = f"""
 import json, sys, time, torch
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from bench_serve import body_of
+sys.path.insert(0, {str(ROOT)!r})
+from tools.bench.serve import body_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.set_num_threads(1)
 tokenizer = AutoTokenizer.from_pretrained({str(published)!r}, padding_side="left", pad_token="<|start|>")
@@ -191,34 +183,38 @@ print(json.dumps([*told, texts]))
     return Measured(wall, used, float("nan"), tuple(texts))
 
 
-def main() -> None:
-    """Measure in turns, twice, and print the faster of each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (("streams", 16), ("new-tokens", 64), ("layers", 8), ("hidden", 768), ("turns", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="bench-serve-"))
+@case(
+    "serve/transformers",
+    formats={"tokens/CPU s": ".1f", "tokens/s": ".1f", "begun after s": ".1f"},
+    streams=(16,),
+    new_tokens=(64,),
+    layers=(8,),
+    hidden=(768,),
+    turns=(2,),
+)
+def serve(streams: int, new_tokens: int, layers: int, hidden: int, turns: int) -> Iterator[Row]:
+    """The same chats, greedy, in fp32, each server alone on core 0; the fastest of some turns. `generate` is
+    transformers' own on a whole batch at once, without a server."""
     found: dict[str, list[Measured]] = {}
-    try:
-        checkpoint, published, parameters = make_model(folder, given.layers, given.hidden)
-        print(
-            f"{parameters / 1e6:.0f}M parameters, fp32, {given.streams} streams of {given.new_tokens} tokens"
-        )
-        for _ in range(given.turns):
-            for name, words, model in servers(checkpoint, published, given.streams):
+    with tempfile.TemporaryDirectory(prefix="bench-serve-") as name:
+        folder = Path(name)
+        checkpoint, published, parameters = make_model(folder, layers, hidden)
+        for _ in range(turns):
+            for name, words, model in servers(checkpoint, published, streams):
                 port = free_port()
                 with server([*words, "--port", str(port)], f"http://127.0.0.1:{port}/health", folder) as pid:
-                    url = f"http://127.0.0.1:{port}"
-                    one = measure(url, pid, model, given.streams, given.new_tokens)
+                    one = measure(f"http://127.0.0.1:{port}", pid, model, streams, new_tokens)
                 found.setdefault(name, []).append(one)
-            found.setdefault("transformers generate, one batch", []).append(
-                generate_at_once(published, given.streams, given.new_tokens)
-            )
-    finally:
-        shutil.rmtree(folder)
-    report(found, given.streams * given.new_tokens)
+            alone = generate_at_once(published, streams, new_tokens)
+            found.setdefault("transformers generate, one batch", []).append(alone)
+    texts = next(iter(found.values()))[0].texts
+    for name, runs in found.items():
+        best = min(runs, key=lambda one: one.wall_seconds)
+        same = sum(a == b for a, b in zip(texts, best.texts, strict=True))
+        row: Row = {"server": name, "parameters M": parameters // 10**6}
+        row["tokens/CPU s"] = streams * new_tokens / min(one.cpu_seconds for one in runs)
+        row |= {"tokens/s": streams * new_tokens / best.wall_seconds, "begun after s": best.first_seconds}
+        yield row | {"texts as the first": f"{same} of {len(texts)}"}
 
 
 def servers(checkpoint: Path, published: Path, streams: int) -> list[tuple[str, list[str], str]]:
@@ -238,20 +234,3 @@ def servers(checkpoint: Path, published: Path, streams: int) -> list[tuple[str, 
         ("yuan-train serve", [*own, "--device", "cpu"], "bench"),
         ("transformers serve", theirs, str(published)),
     ]
-
-
-def report(found: dict[str, list[Measured]], tokens: int) -> None:
-    texts = next(iter(found.values()))[0].texts
-    for name, runs in found.items():
-        best = min(runs, key=lambda one: one.wall_seconds)
-        used = min(one.cpu_seconds for one in runs)
-        same = sum(a == b for a, b in zip(texts, best.texts, strict=True))
-        print(
-            f"{name:42s} {tokens / best.wall_seconds:7.1f} tokens/s  {tokens / used:7.1f} tokens/CPU s  "
-            f"all begun after {best.first_seconds:5.2f} s  {same} of {len(texts)} texts as the first one's"
-        )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()

@@ -1,22 +1,11 @@
-"""python -m tools.bench_overlap: how much of a gradient reduction the backward hides, on two slow links.
+"""How much of a gradient reduction the backward hides, on two slow links; needs root.
 
-Makes two equal nodes on this machine (tools/testbed/nodes.py; needs root), each with one pipeline of one
-stage, so that both reduce all gradients. The micro-batch is chosen so that the reduction takes about half of
-the backward. Trains three ways: in buckets that start inside the backward, in one bucket that starts when
-the backward has ended, and each node alone without a reduction; in `--rounds` one way after the other, so
-that all see the machine alike when it changes its speed. Prints a Markdown table with the forecasts. Exposed
-is what a user pays: the median step less that of the nodes alone, in parts of the reduction. Waited is what
-is left of it when a machine changes its speed between trainings: the step less the compute of its slower
-node, less the same of the nodes alone. "Off by" is the forecast against the median step, from the profile and
-with each step's compute as it was measured.
-
-With `--slowdown`, the cards are simulated ones that many times slower than their core: they sleep for the
-rest of the time, which leaves the core to the network's work, as the host of a GPU is left to it.
+Two equal nodes are made on this machine (tools/testbed/nodes.py), each with one pipeline of one stage, so
+that both reduce all gradients.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import statistics
@@ -26,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tools.bench.harness import Row, case
 from tools.testbed.nodes import Node, NodeSpec, Task, make_nodes, run_together
 from tools.testbed.run import (
     TRAIN_SECONDS,
@@ -40,7 +30,6 @@ from tools.testbed.run import (
 )
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.document import Document
-from yuan_train.config.errors import YuanError
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
@@ -48,9 +37,8 @@ from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
-from yuan_train.profile.units import machine_name
 
-CONFIG = Path(__file__).parent / "testbed" / "run.yaml"
+CONFIG = Path(__file__).parents[1] / "testbed/run.yaml"
 NETWORKS = {"1 Gb/s": 125e6, "100 Mb/s": 12.5e6}
 SHARE = 0.5
 """Of the backward that the reduction takes."""
@@ -96,42 +84,40 @@ class Measured:
         return statistics.median(replay(plan, self.cost, step.busy) / step.seconds - 1 for step in self.steps)
 
 
-def main() -> int:
-    """Measure and print. The exit code is 2 where there can be no testbed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=12, help=f"steps, {WARM_UP_STEPS} of them warm-up")
-    parser.add_argument("--rounds", type=int, default=1, help="of trainings, each in all ways")
-    parser.add_argument("--layers", type=int, default=12, help="of the model")
-    parser.add_argument("--slowdown", type=float, default=1.0, help="of simulated cards; 1: the cores alone")
-    parser.add_argument("--network", choices=NETWORKS, action="append", help="default: all")
-    options = parser.parse_args()
+@case(
+    "training/overlap",
+    formats=dict.fromkeys(("backward s", "reduction s", "alone s"), ".3f"),
+    network=tuple(NETWORKS),
+    layers=(12,),
+    slowdown=(1.0,),
+    steps=(12,),
+    rounds=(1,),
+)
+def overlap(network: str, layers: int, slowdown: float, steps: int, rounds: int) -> Row:
+    """Trained in buckets that start inside the backward, in one that starts behind it, and each node alone.
+
+    The micro-batch is chosen so that the reduction takes about half of the backward. `rounds`: of these
+    trainings, one way after the other, so that all see the machine alike when it changes its speed. Exposed
+    is what a user pays: the median step less that of the nodes alone, in parts of the reduction. Waited is
+    what is left of it when a machine changes its speed between trainings: the step less the compute of its
+    slower node, less the same of the nodes alone. "Off by" is the forecast against the median step, from the
+    profile and with each step's compute as it was measured.
+
+    With a `slowdown` the cards are simulated ones that many times slower than their core. They sleep for the
+    rest of the time, which leaves the core to the network's work, as the host of a GPU is left to it.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    print(f"Machine: {machine_name()}\n")
-    print("| network | backward s | reduction s | alone s ", end="")
-    for way in ("one bucket", "two buckets a layer"):
-        print(f"| {way} s | exposed | waited | off by ", end="")
-    print(f"|\n|---{11 * '|--:'}|")
-    try:
-        warn_of_load()
-        for name in options.network or NETWORKS:
-            with tempfile.TemporaryDirectory() as folder:
-                print(measure(name, NETWORKS[name], options, Path(folder).resolve()), flush=True)
-    except YuanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    warn_of_load()
+    with tempfile.TemporaryDirectory() as name:
+        return measure(network, layers, slowdown, steps, rounds, Path(name).resolve())
 
 
-def measure(name: str, rate: float, options: argparse.Namespace, folder: Path) -> str:
-    """A row of the table: profile, choose the micro-batch, profile it, and train three ways."""
-    specs = tuple(NodeSpec(name=node, cpu=CPU, network=rate) for node in ("left", "right"))
-    cluster = _slowed(cluster_of(specs), options.slowdown)
+def measure(network: str, layers: int, slowdown: float, steps: int, rounds: int, folder: Path) -> Row:
+    """Profile, choose the micro-batch, profile it, and train three ways."""
+    specs = tuple(NodeSpec(name=node, cpu=CPU, network=NETWORKS[network]) for node in ("left", "right"))
+    cluster = _slowed(cluster_of(specs), slowdown)
     write_text(folder / "cluster.yaml", dump(cluster))
-    run = with_random_data(
-        load_run(CONFIG, (f"model.num_layers={options.layers}", "model.vocab_size=512")), folder
-    )
+    run = with_random_data(load_run(CONFIG, (f"model.num_layers={layers}", "model.vocab_size=512")), folder)
     with make_nodes(specs) as nodes:
         size = 1
         for number in range(2):
@@ -153,35 +139,35 @@ def measure(name: str, rate: float, options: argparse.Namespace, folder: Path) -
             Measured(costs.problem.bucket_size, None if way == "alone" else cost_plan(costs, plan), [])
             for way, costs in (("alone", whole), ("one bucket", whole), ("buckets", halves))
         )
-        for number in range(options.rounds):
+        for number in range(rounds):
             for way in (alone, one, many):
                 training = f"{'alone' if way is alone else 'buckets'}-{way.bucket_size}-{number}"
                 way.steps.extend(
                     _train(
                         nodes,
                         folder / training,
-                        options.steps,
+                        steps,
                         bucket_size=way.bucket_size,
                         alone_with=size if way is alone else None,
                     )
                 )
-    return _row(name, plan, alone, (one, many))
+    return _row(network, plan, alone, (one, many))
 
 
-def _row(name: str, plan: Plan, alone: Measured, ways: Sequence[Measured]) -> str:
+def _row(network: str, plan: Plan, alone: Measured, ways: Sequence[Measured]) -> Row:
     cost = ways[0].cost
     assert cost is not None
     reduction = cost.grad_reduce_seconds
-    cells = [name, f"{cost.stages[0].backward_seconds:.3f}", f"{reduction:.3f}", f"{alone.median:.3f}"]
-    for way in ways:
+    row: Row = {"network": network, "backward s": cost.stages[0].backward_seconds, "reduction s": reduction}
+    row["alone s"] = alone.median
+    for name, way in zip(("one bucket", "two a layer"), ways, strict=True):
         assert way.cost is not None
-        cells += [
-            f"{way.cost.step_seconds:.3f}, {way.median:.3f}",
-            f"{(way.median - alone.median) / reduction:.0%}",
-            f"{(way.waited - alone.waited) / reduction:.0%}",
-            f"{way.cost.step_seconds / way.median - 1:+.1%}, {way.replayed_error(plan):+.1%}",
-        ]
-    return f"| {' | '.join(cells)} |"
+        row[f"{name} s"] = f"{way.cost.step_seconds:.3f}, {way.median:.3f}"
+        row[f"{name}, exposed"] = f"{(way.median - alone.median) / reduction:.0%}"
+        row[f"{name}, waited"] = f"{(way.waited - alone.waited) / reduction:.0%}"
+        off = way.cost.step_seconds / way.median - 1, way.replayed_error(plan)
+        row[f"{name}, off by"] = ", ".join(f"{part:+.1%}" for part in off)
+    return row
 
 
 def _slowed(cluster: Cluster, slowdown: float) -> Cluster:
@@ -250,7 +236,3 @@ def _train(
 def _step(line: Document) -> Step:
     """Of a line of metrics."""
     return Step(float(line["step_seconds"]), tuple(line["stage_seconds"]))  # pyright: ignore
-
-
-if __name__ == "__main__":
-    sys.exit(main())

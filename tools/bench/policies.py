@@ -1,26 +1,22 @@
 """Three policies for memory on four simulated cards: the largest model, and the seconds of a step.
 
-    python -m tools.bench_policies [--largest] [--measure SECONDS]
-
 - **rule**, ZeRO-Offload's: all optimizer state on the host, all else on the card, with the cheapest
   recompute that fits; gradients go down, the host steps and weights come up one after the other.
 - **save_on_cpu**: optimizer state as by the rule, and what every layer keeps for its backward is copied to
   the host and back while the card waits, instead of recompute.
 - **planned**: what `yuan-train plan` finds; the largest model with parameters in pages too.
-
-Seconds are forecast by catalogue rates. `--measure` runs each step in about so many seconds: compute and
-host steps sleep, copies go through the engine's own links and chunks of host state, at rates to scale.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from tools.bench.harness import Row, case
 from tools.bench.tiers import SleepClock
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
 from yuan_train.config.devices import CATALOGUE, GIB
@@ -37,10 +33,9 @@ from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 from yuan_train.planner.search.what_if import find_largest
 
-CARDS = (("RTX-3080", 64, 2048), ("RTX-3090", 128, 4096), ("V100-16G", 96, 4096), ("A100-40G", 256, 8192))
-"""Type, GiB of its host's memory, hidden size of the largest models."""
+CARDS = {"RTX-3080": (64, 2048), "RTX-3090": (128, 4096), "V100-16G": (96, 4096), "A100-40G": (256, 8192)}
+"""By type, GiB of its host's memory, and the hidden size of the largest models."""
 LENGTH, LARGEST_BATCH = 4096, 16
-BATCHES = (4, 8, 16, 64)
 TIERS = ("optimizer", "activations", "parameters")
 REPEATS = 2
 CHUNKS = 64
@@ -59,31 +54,10 @@ def _shape(hidden: int, layers: int) -> ModelConfig:
     )
 
 
-SMALLER = {"RTX-3080": _shape(2048, 8), "V100-16G": _shape(4096, 3)}
+SMALLER = {"RTX-3080": _shape(2048, 7), "V100-16G": _shape(4096, 3)}
 
 
-def main() -> None:
-    """Print a table of sizes, or of seconds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--largest", action="store_true", help="the largest models, not the steps")
-    parser.add_argument("--measure", type=float, metavar="SECONDS", help="run each step in about so long")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.largest:
-        print(
-            "card, host, hidden size | rule | rule, 2-byte gradients | planned | over rule | over the second"
-        )
-        for name, host, hidden in CARDS:
-            largest(name, host, hidden)
-        return
-    print("card, sequences | policy | forecast | measured, scaled | rule / policy")
-    for (name, host, _), batch in itertools.product(CARDS, BATCHES):
-        steps(name, host, batch, arguments.measure)
-
-
-def problem_of(name: str, host: int, model: ModelConfig, batch: int) -> PlanProblem:
+def problem_of(name: str, model: ModelConfig, batch: int) -> PlanProblem:
     """One card and its host."""
     node = NodeGroup(
         name="node",
@@ -91,7 +65,7 @@ def problem_of(name: str, host: int, model: ModelConfig, batch: int) -> PlanProb
         devices=1,
         link=Link(bandwidth=20e9),
         network=Link(bandwidth=3e9),
-        host=Host(memory=host * GIB),
+        host=Host(memory=CARDS[name][0] * GIB),
     )
     return PlanProblem(
         cluster=Cluster(name="one", nodes=(node,)),
@@ -106,18 +80,18 @@ def problem_of(name: str, host: int, model: ModelConfig, batch: int) -> PlanProb
 # --- sizes -----------------------------------------------------------------------------------------------
 
 
-def largest(name: str, host: int, hidden: int) -> None:
+@case("tiers/largest", formats=dict.fromkeys(("rule B", "two-byte B", "planned B"), ".2f"), card=tuple(CARDS))
+def largest(card: str) -> Row:
     """The largest models of a hidden size: by the rule, with gradients of two bytes too, and planned."""
-    given = problem_of(name, host, _shape(hidden, 1), LARGEST_BATCH)
+    host, hidden = CARDS[card]
+    given = problem_of(card, _shape(hidden, 1), LARGEST_BATCH)
     of_rule = _largest_by_rule(given)
     of_small = _largest_by_rule(given, gradient_bytes=2)
     search = SearchConfig(offload=TIERS, micro_batch_size=(1,), schedule=("1f1b",), recompute=("full",))
     planned = find_largest(given, search, micro_batch_size=1).problem.model.parameters
-    print(
-        f"{name}, {host} GiB, {hidden} | {of_rule / 1e9:.2f} B | {of_small / 1e9:.2f} B | "
-        f"{planned / 1e9:.2f} B | {planned / max(of_rule, 1):.2f} | {planned / max(of_small, 1):.2f}",
-        flush=True,
-    )
+    row: Row = {"card": card, "host GiB": host, "hidden": hidden, "rule B": of_rule / 1e9}
+    row |= {"two-byte B": of_small / 1e9, "planned B": planned / 1e9}
+    return row | {"over": f"{planned / max(of_rule, 1):.2f}, {planned / max(of_small, 1):.2f}"}
 
 
 def _largest_by_rule(given: PlanProblem, *, gradient_bytes: int | None = None) -> int:
@@ -188,29 +162,33 @@ class Work:
         return compute + max(self.card_step, update)
 
 
-def steps(name: str, host: int, batch: int, scale_to: float | None) -> None:
-    """A line for each policy with Yuan2-2B, or with a model that the rule can train on a small card."""
-    model = SMALLER[name] if name in SMALLER else load_model("configs/model/yuan2-2b.yaml")
-    given = problem_of(name, host, model, batch)
+@case(
+    "tiers/policies",
+    formats={"forecast s": ".2f", "measured s": ".2f", "over rule": ".3f"},
+    card=tuple(CARDS),
+    sequences=(4, 8, 16, 64),
+    seconds=(0.0,),
+)
+def policies(card: str, sequences: int, seconds: float) -> Iterator[Row]:
+    """A step of each policy with Yuan2-2B, or with a model that the rule can train on a small card.
+
+    By catalogue rates; with `seconds` also run in about so long: compute and host steps sleep, copies go
+    through the engine's own links and chunks of host state, at rates to scale.
+    """
+    model = SMALLER[card] if card in SMALLER else load_model("configs/model/yuan2-2b.yaml")
+    given = problem_of(card, model, sequences)
     costs = make_costs(given)
     works = [work for work in (_rule(costs), _save_on_cpu(costs), _planned(given, costs)) if work is not None]
     rule = next((work.seconds for work in works if work.name == "rule"), None)
     slowest = max(work.seconds for work in works)
-    measured_rule = None
     for work in works:
-        text = "-"
-        if scale_to is not None:
+        row: Row = {"card": card, "sequences": sequences, "policy": f"{work.name} {work.words}"}
+        row["forecast s"] = work.seconds
+        if seconds:
             # The least: a loaded machine oversleeps.
-            seconds = min(measure(work, scale_to / slowest) for _ in range(REPEATS)) * slowest / scale_to
-            measured_rule = seconds if work.name == "rule" else measured_rule
-            text = f"{seconds:.2f} s ({work.seconds / seconds - 1:+.1%})"
-            if measured_rule is not None:
-                text += f", ratio {measured_rule / seconds:.3f}"
-        ratio = "-" if rule is None else f"{rule / work.seconds:.3f}"
-        print(
-            f"{name}, {batch} | {work.name} {work.words} | {work.seconds:.2f} s | {text} | {ratio}",
-            flush=True,
-        )
+            took = min(measure(work, seconds / slowest) for _ in range(REPEATS)) * slowest / seconds
+            row["measured s"] = took
+        yield row | ({} if rule is None else {"over rule": rule / work.seconds})
 
 
 def _rule(costs: Costs) -> Work | None:
@@ -242,7 +220,7 @@ def _planned(given: PlanProblem, costs: Costs) -> Work | None:
     work = _work(costs, best.cost, "planned", stage.optimizer_offload, beside=True, words=words)
     if not stage.activation_offload:
         return work
-    # `bench_tiers.py` measures these copies; here the compute sleeps as long as is forecast with them.
+    # `tiers/activations` measures these copies; here the compute sleeps as long as is forecast with them.
     words = f"{words[:-1]}, activations of {stage.activation_offload} layers)"
     forward = best.cost.compute_seconds / batch_of(given) - work.backward
     return replace(work, forward=forward, words=words)
@@ -358,7 +336,3 @@ def _rate(num_bytes: int, seconds: float) -> float:
 def _chunk(number: int, elements: int, links: HostLinks) -> HostChunk:
     master, gradient, first, second = (torch.zeros(elements) for _ in range(4))
     return HostChunk(0, number * elements, master, gradient, first, second, True, links)
-
-
-if __name__ == "__main__":
-    main()

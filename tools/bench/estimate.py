@@ -1,14 +1,7 @@
-"""python -m tools.bench_estimate: `estimate --engine yuan` beside the measured peak memory of one process.
-
-Trains a step of small models, each in a process of its own, and lets one generate a group of answers. What
-the interpreter and its libraries hold, measured with a model of next to nothing, is taken off; so is what the
-estimate reserves. Freed memory leaves the processes at once, to be told from what is in use; the last column
-is of processes that keep their heap, holes and all, as users run them.
-"""
+"""`estimate --engine yuan` beside the measured peak memory of one process."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -22,6 +15,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from tools.bench.harness import MISSED, Row, case
 from tools.testbed.run import with_random_data
 from yuan_train.cli import main as cli
 from yuan_train.config.devices import DeviceType, Precision
@@ -36,7 +30,6 @@ from yuan_train.parallel.device import CpuDevice
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK
 from yuan_train.planner.costs.phases import PhaseBytes, Samples
 from yuan_train.planner.costs.yuan_memory import yuan_memory
-from yuan_train.profile.units import machine_name
 from yuan_train.train import run as run_module
 from yuan_train.train.memory import held_bytes, peak_memory_bytes, reset_peak_memory
 
@@ -53,8 +46,8 @@ RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One row of the table."""
+class Job:
+    """A model, and what is done with it."""
 
     name: str
     sizes: Mapping[str, object]
@@ -97,73 +90,62 @@ YUAN = {
 WIDE_CACHE = FLAT | {"num_key_value_heads": 8, "ffn_hidden_size": 256, "vocab_size": 64}
 MANY_WORDS = FLAT | {"vocab_size": 65536}
 QWEN = DEEP | {"architecture": "qwen", "qkv_bias": True, "num_layers": 2, "vocab_size": 32768}
-CASES = (
-    Case(name="Llama", sizes=DEEP, samples=SHORT),
-    Case(name="Llama", sizes=FLAT, samples=LONG),
-    Case(name="Llama", sizes=FLAT, samples=LONG, precision="bf16"),
-    Case(name="Yuan", sizes=YUAN, samples=LONG),
-    Case(name="Yuan", sizes=YUAN, samples=LONG, recompute="selective"),
-    Case(name="Qwen", sizes=QWEN, samples=SHORT, recompute="full"),
-    Case(name="Llama", sizes=FLAT, samples=Samples(group=64, prompt=256, new=16), generate=True),
-    Case(name="Llama", sizes=WIDE_CACHE, samples=Samples(group=128, prompt=16, new=240), generate=True),
-    Case(name="Llama", sizes=MANY_WORDS, samples=Samples(group=64, prompt=64, new=4), generate=True),
+JOBS = (
+    Job(name="Llama", sizes=DEEP, samples=SHORT),
+    Job(name="Llama", sizes=FLAT, samples=LONG),
+    Job(name="Llama", sizes=FLAT, samples=LONG, precision="bf16"),
+    Job(name="Yuan", sizes=YUAN, samples=LONG),
+    Job(name="Yuan", sizes=YUAN, samples=LONG, recompute="selective"),
+    Job(name="Qwen", sizes=QWEN, samples=SHORT, recompute="full"),
+    Job(name="Llama", sizes=FLAT, samples=Samples(group=64, prompt=256, new=16), generate=True),
+    Job(name="Llama", sizes=WIDE_CACHE, samples=Samples(group=128, prompt=16, new=240), generate=True),
+    Job(name="Llama", sizes=MANY_WORDS, samples=Samples(group=64, prompt=64, new=4), generate=True),
 )
 
 
-def main() -> int:
-    """Measure and print a table; the exit code is 1 if an estimate is off by more than 10 %."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    print(f"Machine: {machine_name()}\n")
-    print(
-        "| model | parameters | phase | precision | recompute | tokens "
-        "| estimate MB | measured MB | off by | heap kept |"
-    )
-    print("|---|--:|---|---|---|--:|--:|--:|--:|--:|")
-    worst = max(abs(show(case)) for case in CASES)
-    print(f"\nLargest: {worst:.1%}.")
-    return int(worst > 0.1)
+@case("estimate/memory", formats={"off by": "+.1%"}, number=tuple(range(len(JOBS))))
+def memory(number: int) -> Row:
+    """A step, or a group of answers, of a small model in a process of its own, beside its estimate.
 
-
-def show(case: Case) -> float:
-    """Measure a case, print its row, and return the estimate's error, in parts of what was measured."""
-    nothing = replace(smallest(case), recompute="none")
-    phase = "generation" if case.generate else "training"
-    if case.generate:
-        measured, kept = (generation_bytes(case, keep=keep) for keep in (False, True))
-        memory = case.forecast
-        estimate = memory.states["weights"] + sum(memory.phases[phase].values())
+    What the interpreter and its libraries hold, measured with a model of next to nothing, is taken off; so is
+    what the estimate reserves. Freed memory leaves the processes at once, to be told from what is in use;
+    `heap kept MB` is of processes that keep it, holes and all, as users run them.
+    """
+    job = JOBS[number]
+    nothing = replace(smallest(job), recompute="none")
+    phase = "generation" if job.generate else "training"
+    if job.generate:
+        measured, kept = (generation_bytes(job, keep=keep) for keep in (False, True))
+        estimate = job.forecast.states["weights"] + sum(job.forecast.phases[phase].values())
     else:
         measured, kept = (
-            training_bytes(case, keep=keep) - training_bytes(nothing, keep=keep) for keep in (False, True)
+            training_bytes(job, keep=keep) - training_bytes(nothing, keep=keep) for keep in (False, True)
         )
-        estimate = case.forecast.of_phase(phase) - nothing.forecast.of_phase(phase)
-    tokens = case.samples.tokens if case.generate else case.samples.length
-    off = estimate / measured - 1
-    print(
-        f"| {case.name} | {case.model.parameters:,} | {phase} | {case.precision} | {case.recompute} "
-        f"| {tokens:,} | {estimate / 1e6:.0f} | {measured / 1e6:.0f} | {off:+.1%} | {kept / 1e6:.0f} |",
-        flush=True,
-    )
-    return off
+        estimate = job.forecast.of_phase(phase) - nothing.forecast.of_phase(phase)
+    tokens = job.samples.tokens if job.generate else job.samples.length
+    row: Row = {"model": job.name, "parameters": job.model.parameters, "phase": phase}
+    row |= {"precision": job.precision, "recompute": job.recompute, "tokens": tokens}
+    row |= {"estimate MB": round(estimate / 1e6), "in use MB": round(measured / 1e6)}
+    row |= {"off by": estimate / measured - 1, "heap kept MB": round(kept / 1e6)}
+    missed = {MISSED: f"{job.name}, {phase}: {row['off by']:+.1%}"} if abs(row["off by"]) > 0.1 else {}
+    return row | missed
 
 
-def smallest(case: Case) -> Case:
+def smallest(job: Job) -> Job:
     """The case with a model of next to nothing."""
-    heads = {"num_key_value_heads": 1} if "num_key_value_heads" in case.sizes else {}
-    return replace(case, sizes={**case.sizes, **NOTHING, **heads})
+    heads = {"num_key_value_heads": 1} if "num_key_value_heads" in job.sizes else {}
+    return replace(job, sizes={**job.sizes, **NOTHING, **heads})
 
 
-def training_bytes(case: Case, *, keep: bool) -> int:
+def training_bytes(job: Job, *, keep: bool) -> int:
     """Peak resident bytes of a process that trains one step; `keep`: it keeps freed memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_file, plan_file = folder / "run.yaml", folder / "plan.yaml"
-        run_file.write_text(yaml.safe_dump(_run(case, folder)))
+        run_file.write_text(yaml.safe_dump(_run(job, folder)))
         write_text(run_file, dump(with_random_data(load_run(run_file), folder)))
-        plan_file.write_text(yaml.safe_dump(_plan(case)))
-        entry = ["-m", "yuan_train"] if keep else ["-m", "tools.bench_estimate"]
+        plan_file.write_text(yaml.safe_dump(_plan(job)))
+        entry = ["-m", "yuan_train"] if keep else ["-m", "tools.bench.estimate"]
         command = [sys.executable, *entry, "train", "--config", str(run_file), "--plan", str(plan_file)]
         ran = subprocess.run(
             command,
@@ -185,18 +167,18 @@ def train_in_use(arguments: list[str]) -> int:
     return cli.main(arguments)
 
 
-def _run(case: Case, folder: Path) -> dict[str, object]:
+def _run(job: Job, folder: Path) -> dict[str, object]:
     return {
-        "model": {"name": case.name, "max_sequence_length": 4096, **case.sizes},
+        "model": {"name": job.name, "max_sequence_length": 4096, **job.sizes},
         "data": {
             "train": [{"prefix": "given below"}],
-            "sequence_length": case.samples.length,
+            "sequence_length": job.samples.length,
             "reset_position_ids": False,
         },
         "train": {
             "steps": 1,
-            "global_batch_size": case.samples.group,
-            "precision": case.precision,
+            "global_batch_size": job.samples.group,
+            "precision": job.precision,
             "device": "cpu",
         },
         "optimizer": {"learning_rate": 1e-4},
@@ -204,19 +186,19 @@ def _run(case: Case, folder: Path) -> dict[str, object]:
     }
 
 
-def _plan(case: Case) -> dict[str, object]:
+def _plan(job: Job) -> dict[str, object]:
     stage = {
         "replicas": [[0]],
-        "layers": [0, case.model.num_layers],
+        "layers": [0, job.model.num_layers],
         "embedding": True,
         "head": True,
-        "recompute": case.recompute,
+        "recompute": job.recompute,
     }
-    group = case.samples.group
+    group = job.samples.group
     return {
         "version": 1,
-        "model": yaml.safe_load(dump(case.model)),
-        "sequence_length": case.samples.length,
+        "model": yaml.safe_load(dump(job.model)),
+        "sequence_length": job.samples.length,
         "global_batch_size": group,
         "ranks": [{"rank": 0, "device": "n/0", "type": "CPU"}],
         "device_types": {"CPU": yaml.safe_load(dump(CPU))},
@@ -224,11 +206,11 @@ def _plan(case: Case) -> dict[str, object]:
     }
 
 
-def generation_bytes(case: Case, *, keep: bool) -> int:
+def generation_bytes(job: Job, *, keep: bool) -> int:
     """Growth of resident bytes of a process that makes a model and generates a group of answers."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    process = context.Process(target=generate_alone, args=(case, results))
+    process = context.Process(target=generate_alone, args=(job, results))
     own = {} if keep else RETURN_FREED
     os.environ.update(own)
     process.start()
@@ -239,14 +221,14 @@ def generation_bytes(case: Case, *, keep: bool) -> int:
     return grown
 
 
-def generate_alone(case: Case, results) -> None:  # pyright: ignore
+def generate_alone(job: Job, results) -> None:  # pyright: ignore
     """Put the growth of resident bytes into `results`; a first, tiny generation loads what is needed."""
     torch.set_num_threads(1)
     device = CpuDevice()
-    _generate(smallest(case).model, Samples(group=2, prompt=8, new=4))
+    _generate(smallest(job).model, Samples(group=2, prompt=8, new=4))
     before = held_bytes(device)
     reset_peak_memory(device)
-    _generate(case.model, case.samples)
+    _generate(job.model, job.samples)
     results.put(peak_memory_bytes(device) - before)
 
 
@@ -278,4 +260,4 @@ def _generate(model: ModelConfig, samples: Samples) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(train_in_use(sys.argv[1:]) if sys.argv[1:2] == ["train"] else main())
+    sys.exit(train_in_use(sys.argv[1:]))
