@@ -9,6 +9,7 @@ import tools.bench.generation
 import tools.bench.overlap
 import tools.bench.planner
 import tools.bench.policies
+import tools.bench.residence
 import tools.bench.rl
 import tools.bench.roles
 import tools.bench.serve

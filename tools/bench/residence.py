@@ -1,29 +1,29 @@
-"""python tools/bench_residence.py: resident memory of real processes against the forecast, over plans.
+"""Resident memory of real processes against the forecast.
 
 Each rank is a process of this machine. What counts as its card's is anonymous memory (RssAnon), what the host
-holds is shared memory (RssShmem); both are sampled each millisecond. A process first trains a model of narrow
-layers under the same plan, so that interpreter, libraries and communicators have what they take. What is
-taken beyond that is the model's, and so is the forecast of `yuan-train simulate` without `reserved`. Exits
-with 1 if a process takes more or less than the forecast by MOST_OFF of it.
+holds is shared memory (RssShmem); both are sampled each millisecond. A process first trains a small model, so
+that interpreter, libraries and communicators have what they take. What is taken beyond that is the model's,
+and so is the forecast of `yuan-train simulate` without `reserved`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.spawn import free_port
+from tools.bench.harness import MISSED, Row, case
 from yuan_train.config.cluster import load_cluster
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.config.run import RunConfig, load_run
@@ -41,7 +41,7 @@ FIELDS: tuple[str, ...] = ("RssAnon", "RssShmem")
 
 
 @dataclass(frozen=True)
-class Case:
+class Pipelines:
     """A plan: pipelines of (micro-batches, stages), a stage of (layers, ranks of its one replica, keys)."""
 
     name: str
@@ -53,12 +53,12 @@ class Case:
         return 1 + max(r for _, stages in self.pipelines for _, ranks, _ in stages for r in ranks)
 
 
-def cases() -> Iterator[Case]:
+def _plans() -> Iterator[Pipelines]:
     """Plans over the tiers, and over what divides a model."""
     whole, half = (LAYERS, (0,)), LAYERS // 2
 
-    def alone(name: str, stage_keys: dict[str, Any], **keys: Any) -> Case:
-        return Case(name, ((4, ((*whole, stage_keys),)),), keys)
+    def alone(name: str, stage_keys: dict[str, Any], **keys: Any) -> Pipelines:
+        return Pipelines(name, ((4, ((*whole, stage_keys),)),), keys)
 
     away = {"activation_offload": LAYERS, "resident_parts": 6}
     pages = {"recompute": "full", "parameter_offload": LAYERS, "page_slots": 3}
@@ -70,68 +70,69 @@ def cases() -> Iterator[Case]:
     yield alone("activations and optimizer 1, gpipe", {**away, "optimizer_offload": 1.0}, schedule="gpipe")
     yield alone("pages", pages, page_group=4)
     yield alone("pages and optimizer 1", {**pages, "optimizer_offload": 1.0}, page_group=2)
-    yield Case("TP 2, optimizer 0.5", ((4, ((LAYERS, (0, 1), {"optimizer_offload": 0.5}),)),), {})
+    yield Pipelines("TP 2, optimizer 0.5", ((4, ((LAYERS, (0, 1), {"optimizer_offload": 0.5}),)),), {})
     shares = ({"optimizer_share": 3.0}, {"optimizer_share": 1.0, "optimizer_offload": 0.6})
-    yield Case(
+    yield Pipelines(
         "ZeRO-1, shares 3 to 1, optimizer 0 and 0.6",
         tuple((2, ((LAYERS, (r,), shares[r]),)) for r in range(2)),
         {"optimizer_sharding": True},
     )
     stages = ((half + 1, (0,), {"recompute": "full"}), (half - 1, (1,), {"optimizer_offload": 0.5}))
-    yield Case(
+    yield Pipelines(
         "unlike pipelines, optimizer 0.5 and 1",
         ((3, stages), (1, ((LAYERS, (2,), {"optimizer_offload": 1.0}),))),
         {},
     )
 
 
-def main() -> int:
-    """Run every case, or those whose names have a word; print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden-size", type=int, default=384)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose names have it")
-    options = parser.parse_args()
-    print("| plan | rank | card MiB | forecast MiB | off by | host MiB | forecast MiB | bytes a parameter |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
-    is_off = False
-    for case in cases():
-        if options.only in case.name:
-            with tempfile.TemporaryDirectory() as folder:
-                is_off |= _run(case, Path(folder), options)
-    return int(is_off)
+PLANS = {plan.name: plan for plan in _plans()}
 
 
-def _run(case: Case, work: Path, options: argparse.Namespace) -> bool:
-    """Train, print a line for each rank; whether one of them is off."""
-    (work / "cluster.yaml").write_text(json.dumps(_cluster(case.num_ranks)))
-    write_corpus(work)
-    for name, hidden in (("narrow", NARROW), ("wide", options.hidden_size)):
-        (work / f"{name}.yaml").write_text(json.dumps(_run_file(work, name, hidden, options)))
-        save_plan(work / f"{name}.plan.yaml", _plan(load_run(work / f"{name}.yaml"), case))
-    run, plan = load_run(work / "wide.yaml"), load_plan(work / "wide.plan.yaml")
-    cost = _forecast(work, run, plan)
-    is_off = False
-    for rank, measured in enumerate(_train_all(case.num_ranks, work)):
-        stage = next(
-            own for own in cost.stages if rank in plan.pipelines[own.pipeline].stages[own.stage].ranks
-        )
-        card, forecast = measured["RssAnon"], stage.memory.total - stage.memory.reserved
-        away = _stepped_by_host(plan, stage)
-        each = measured["RssShmem"] / away if away else 0.0
-        print(
-            f"| {case.name} | {rank} | {card / 2**20:.0f} | {forecast / 2**20:.0f} | "
-            f"{forecast / card - 1:+.1%} | {measured['RssShmem'] / 2**20:.0f} | "
-            f"{stage.host_bytes / 2**20:.0f} | {f'{each:.2f}' if each else ''} |",
-            flush=True,
-        )
-        is_off |= abs(card - forecast) > MOST_OFF * forecast
-        is_off |= abs(measured["RssShmem"] - stage.host_bytes) > MOST_OFF * stage.host_bytes + 2**20
-        is_off |= each > (1 + MOST_ON_HOST_OFF) * host_bytes(run.train.precision)
-    return is_off
+@case(
+    "memory/residence",
+    formats={"off by": "+.1%", "bytes a parameter": ".2f"},
+    plan=tuple(PLANS),
+    hidden=(384,),
+    tokens=(256,),
+    precision=("bf16",),
+)
+def residence(plan: str, hidden: int, tokens: int, precision: str) -> Iterator[Row]:
+    """What each rank of a plan takes, on its card and on its host, beside the forecast."""
+    given = PLANS[plan]
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        (work / "cluster.yaml").write_text(json.dumps(_cluster(given.num_ranks)))
+        write_corpus(work)
+        for name, size in (("first", NARROW), ("own", hidden)):
+            (work / f"{name}.yaml").write_text(json.dumps(_run_file(work, name, size, tokens, precision)))
+            save_plan(work / f"{name}.plan.yaml", _plan(load_run(work / f"{name}.yaml"), given))
+        run, made = load_run(work / "own.yaml"), load_plan(work / "own.plan.yaml")
+        cost = _forecast(work, run, made)
+        for rank, measured in enumerate(_train_all(given.num_ranks, work)):
+            stage = next(
+                own for own in cost.stages if rank in made.pipelines[own.pipeline].stages[own.stage].ranks
+            )
+            yield _beside(plan, rank, measured, stage, made, host_bytes(run.train.precision))
+
+
+def _beside(
+    name: str, rank: int, measured: dict[str, int], stage: StageCost, plan: Plan, by_parameter: float
+) -> Row:
+    card, host = measured["RssAnon"], measured["RssShmem"]
+    forecast = stage.memory.total - stage.memory.reserved
+    away = _stepped_by_host(plan, stage)
+    each = host / away if away else 0.0
+    row: Row = {"plan": name, "rank": rank, "card MiB": card >> 20, "forecast MiB": round(forecast / 2**20)}
+    row |= {
+        "off by": forecast / card - 1,
+        "host MiB": host >> 20,
+        "host forecast MiB": int(stage.host_bytes) >> 20,
+    }
+    row |= {"bytes a parameter": each} if each else {}
+    is_off = abs(card - forecast) > MOST_OFF * forecast
+    is_off |= abs(host - stage.host_bytes) > MOST_OFF * stage.host_bytes + 2**20
+    is_off |= each > (1 + MOST_ON_HOST_OFF) * by_parameter
+    return row | ({MISSED: f"{name}, rank {rank}: off by more than {MOST_OFF:.0%}"} if is_off else {})
 
 
 def _stepped_by_host(plan: Plan, stage: StageCost) -> float:
@@ -158,11 +159,11 @@ def _forecast(work: Path, run: RunConfig, plan: Plan) -> PlanCost:
     return cost_plan(make_costs(problem), plan)
 
 
-def _plan(run: RunConfig, case: Case) -> Plan:
-    keys = dict(case.keys)
+def _plan(run: RunConfig, given: Pipelines) -> Plan:
+    keys = dict(given.keys)
     group = keys.pop("page_group", 1)
     pipelines: list[PipelinePlan] = []
-    for count, own in case.pipelines:
+    for count, own in given.pipelines:
         stages: list[StagePlan] = []
         first = 0
         for s, (layers, ranks, stage_keys) in enumerate(own):
@@ -191,33 +192,40 @@ def _plan(run: RunConfig, case: Case) -> Plan:
     )
 
 
+def _card(memory: str, reserved: str) -> dict[str, object]:
+    rates = {"bf16": "0.02 TFLOP/s", "fp32": "0.02 TFLOP/s", "memory_bandwidth": "5 GB/s"}
+    return {"memory": memory, "reserved": reserved, **rates}
+
+
 def _cluster(num_cards: int) -> dict[str, object]:
-    card = {
-        "memory": "16 GiB",
-        "reserved": "0 MiB",
-        "bf16": "0.02 TFLOP/s",
-        "fp32": "0.02 TFLOP/s",
-        "memory_bandwidth": "5 GB/s",
-    }
     link = {"bandwidth": "5 GB/s", "latency": "10 us"}
     nodes = [{"name": "one", "device": "Card", "devices": num_cards, "link": link}]
-    return {"name": "cards", "nodes": nodes, "device_types": {"Card": card}}
+    return {"name": "cards", "nodes": nodes, "device_types": {"Card": _card("16 GiB", "0 MiB")}}
 
 
-def _run_file(work: Path, name: str, hidden_size: int, options: argparse.Namespace) -> dict[str, object]:
+def _run_file(
+    work: Path,
+    name: str,
+    hidden: int,
+    tokens: int,
+    precision: str,
+    *,
+    layers: int = LAYERS,
+    words: int = VOCABULARY,
+) -> dict[str, Any]:
     model = {
-        "name": name, "num_layers": LAYERS, "hidden_size": hidden_size, "num_attention_heads": 4,
-        "ffn_hidden_size": 4 * hidden_size, "vocab_size": VOCABULARY,
-        "max_sequence_length": options.sequence_length,
+        "name": name, "num_layers": layers, "hidden_size": hidden, "num_attention_heads": 4,
+        "ffn_hidden_size": 4 * hidden, "vocab_size": words,
+        "max_sequence_length": tokens,
     }  # fmt: skip
     return {
         "model": model,
         "data": {
             "train": [{"prefix": str(work / "corpus")}],
-            "sequence_length": options.sequence_length,
+            "sequence_length": tokens,
             "reset_position_ids": False,
         },
-        "train": {"steps": STEPS, "global_batch_size": 4, "precision": options.precision, "device": "cpu"},
+        "train": {"steps": STEPS, "global_batch_size": 4, "precision": precision, "device": "cpu"},
         "optimizer": {"learning_rate": 1e-3, "bucket_size": 4000000},
         "log": {"directory": str(work / name)},
     }
@@ -237,12 +245,9 @@ def write_corpus(work: Path) -> None:
 
 def _train_all(num_ranks: int, work: Path) -> list[dict[str, int]]:
     """What each rank has measured, in processes that return what they free at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     common |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).resolve()), "--train", str(work), str(port)]
+    command = [sys.executable, "-m", "tools.bench.residence", str(work), str(free_port()), str(free_port())]
     ranks = [
         subprocess.Popen(
             command,
@@ -262,9 +267,10 @@ def _train_all(num_ranks: int, work: Path) -> list[dict[str, int]]:
     return found
 
 
-def train_both(work: Path, port: int) -> None:
-    """Train the narrow model, then the wide one; print what the second one took here, as JSON."""
-    import torch
+def train_both(work: Path, ports: Sequence[str]) -> None:
+    """Train the first model, then the own one; print what that took here besides, as JSON."""
+    # Recompute imports it, which the first model may do without.
+    import torch._dynamo
 
     from yuan_train.train import run as run_module
     from yuan_train.train.job import Position, prepare
@@ -275,8 +281,8 @@ def train_both(work: Path, port: int) -> None:
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     before: dict[str, int] = {}
     most: dict[str, int] = {}
-    for i, name in enumerate(("narrow", "wide")):
-        os.environ["MASTER_PORT"] = str(port + i)
+    for name, port in zip(("first", "own"), ports, strict=True):
+        os.environ["MASTER_PORT"] = port
         plan, run = load_plan(work / f"{name}.plan.yaml"), load_run(work / f"{name}.yaml")
         before = {field: resident(field) for field in FIELDS}
         peak = Peak()
@@ -313,8 +319,47 @@ def resident(field: str) -> int:
     return int(found[1]) * 1024
 
 
+# --- the largest model ------------------------------------------------------------------------------------
+
+
+@case("memory/largest", mebibytes=(64,), steps=(10,))
+def largest(mebibytes: int, steps: int) -> Row:
+    """What `plan --largest` names for a small simulated card, 8 MiB of it reserved, trained."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        card = _card(f"{mebibytes} MiB", "8 MiB") | {"backend": "gloo", "slowdown": 1.0}
+        nodes = [{"name": "one", "device": "Card", "devices": 1, "host": {"memory": "1 GiB"}}]
+        cluster = {"name": "small", "nodes": nodes, "device_types": {"Card": card}}
+        (work / "cluster.yaml").write_text(json.dumps(cluster))
+        write_corpus(work)
+        for name, words in (("first", ["model.num_layers=1"]), ("own", ["--largest"])):
+            run = _run_file(work, name, 256, 128, "bf16", layers=1, words=1024)
+            run["train"] = {"steps": steps, "global_batch_size": 2, "precision": "bf16", "device": "cpu"}
+            run["optimizer"] = {"learning_rate": 1e-3, "bucket_size": 1000000}
+            run |= {"search": {"offload": ["optimizer"]}, "memory": {"host_reserved": "0 GiB"}}
+            (work / f"{name}.yaml").write_text(json.dumps(run))
+            files = ["--cluster", work / "cluster.yaml", "--config", work / f"{name}.yaml"]
+            out = work / f"{name}.plan.yaml"
+            command = [sys.executable, "-m", "yuan_train", "plan", *files, "--out", out, *words]
+            subprocess.run(command, check=True, capture_output=True)
+            layers = load_plan(out).model.num_layers
+            made = load_run(work / f"{name}.yaml", (f"model.num_layers={layers}",))
+            write_text(work / f"{name}.yaml", dump(made))
+        (measured,) = _train_all(1, work)
+        plan = load_plan(work / "own.plan.yaml")
+        lines = [json.loads(line) for line in (work / "own/metrics.jsonl").read_text().splitlines()]
+    assert plan.forecast is not None
+    (stage,) = plan.forecast.stages
+    row: Row = {"mebibytes": mebibytes, "layers": plan.model.num_layers}
+    row["loss"] = f"{lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}"
+    row |= {"card MiB": measured["RssAnon"] >> 20, "forecast MiB": round(stage.peak_memory_bytes / 2**20)}
+    row |= {
+        "host MiB": measured["RssShmem"] >> 20,
+        "host forecast MiB": round(stage.host_memory_bytes / 2**20),
+    }
+    is_over = measured["RssAnon"] > mebibytes << 20
+    return row | ({MISSED: f"{row['card MiB']} MiB on a card of {mebibytes}"} if is_over else {})
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--train"]:
-        train_both(Path(sys.argv[2]), int(sys.argv[3]))
-    else:
-        sys.exit(main())
+    train_both(Path(sys.argv[1]), sys.argv[2:])
