@@ -82,7 +82,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == left.dtype:
         return product(left, right)
     if supports_fp32_addmm(left.device, left.dtype):
-        return torch.mm(left, right, out_dtype=dtype)
+        return fp32_mm(left, right)
     total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
     add_product_(total, left, right)
     return total
@@ -134,6 +134,11 @@ def fp32_addmm_(total: Tensor, left: Tensor, right: Tensor, *, alpha: float) -> 
     torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, out=total)
 
 
+def fp32_mm(left: Tensor, right: Tensor) -> Tensor:
+    """The product [M, N] in fp32 of left [M, K] and right [K, N] in 16 bits."""
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
 def fp32_addmm_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     """Test with a transposed first operand, as in use, and with sums that 16 bits cannot represent."""
     generator = torch.Generator().manual_seed(0)
@@ -141,7 +146,9 @@ def fp32_addmm_is_correct(device: torch.device, dtype: torch.dtype) -> bool:
     total = torch.randn(96, 128, generator=generator).to(device)
     expected = total.double() + 0.25 * (left.T.double() @ right.double())
     fp32_addmm_(total, left.T, right, alpha=0.25)
-    return torch.allclose(total.double(), expected, rtol=1e-5, atol=1e-4)
+    product = fp32_mm(left.T, right), left.T.double() @ right.double()
+    pairs = ((total, expected), product)
+    return all(torch.allclose(x.double(), y, rtol=1e-5, atol=1e-4) for x, y in pairs)
 
 
 def _uses_fp32_blocks(x: Tensor, columns: int) -> bool:

@@ -249,7 +249,14 @@ def test_the_test_of_one_pass_detects_16_bit_sums(monkeypatch):
         product = left.float() @ right.float() * alpha
         total += product.bfloat16() if rounded else product
 
+    def fp32_mm(left, right, *, rounded=False):
+        product = left.float() @ right.float()
+        return product.bfloat16().float() if rounded else product
+
     monkeypatch.setattr(products, "fp32_addmm_", fp32_addmm_)
+    monkeypatch.setattr(products, "fp32_mm", lambda *a: fp32_mm(*a, rounded=True))
+    assert not products.fp32_addmm_is_correct(CPU, torch.bfloat16)
+    monkeypatch.setattr(products, "fp32_mm", fp32_mm)
     assert products.fp32_addmm_is_correct(CPU, torch.bfloat16)
     monkeypatch.setattr(products, "fp32_addmm_", lambda *a, **k: fp32_addmm_(*a, **k, rounded=True))
     assert not products.fp32_addmm_is_correct(CPU, torch.bfloat16)

@@ -65,8 +65,8 @@ many forwards and backwards, some of them slowed by other load; the median would
 MAX_LAYERS, MAX_STATE_BYTES = 4, 2 << 30
 """Layers that are run in a row at most; on a CPU, bytes of their weights, gradients and optimizer states."""
 
-KEPT_BYTES = 64
-"""Of each hidden number of each token, what a layer keeps at most for its backward (Yuan's 46 in 16 bits)."""
+KEPT_NUMBERS = 32
+"""For each hidden number of each token, what a layer keeps for its backward at most (23 in Yuan)."""
 
 IN_FLIGHT = 4
 """Micro-batches in flight when the bytes that each keeps are measured."""
@@ -172,7 +172,7 @@ def num_layers_in_a_row(case: ProfileCase) -> int:
         fitting = MAX_STATE_BYTES // state
     else:
         hidden = case.micro_batch_size * case.sequence_length * case.model.hidden_size
-        fitting = card.total // 2 // (state + IN_FLIGHT * KEPT_BYTES * hidden)
+        fitting = card.total // 2 // (state + IN_FLIGHT * KEPT_NUMBERS * case.dtype.itemsize * hidden)
     return max(1, min(case.model.num_layers, MAX_LAYERS, fitting))
 
 
