@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,15 @@ def call(*words: str | Path) -> str:
     return done.stdout
 
 
-def run_words(folder: Path, reward: str, changes: Sequence[str]) -> list[str]:
-    """The run of sums with a reward of tools/rl_tasks.py, as all commands get it."""
-    rl_tasks.make("sum", folder / "sum.jsonl")
+def run_words(folder: Path, task: str, rewards: Mapping[str, float], changes: Sequence[str]) -> list[str]:
+    """The run of a task with weighted rewards, both of tools/rl_tasks.py, as all commands get it."""
+    rl_tasks.make(task, folder / "prompts.jsonl")
+    file = Path(rl_tasks.__file__).resolve()
+    functions = ", ".join(f"{{python: '{file}:{name}', weight: {w}}}" for name, w in rewards.items())
     return [
         *("--config", str(CONFIG), *changes),
-        f"data.prompts=[{{file: '{folder / 'sum.jsonl'}'}}]",
-        f"reward.functions=[{{python: '{Path(rl_tasks.__file__).resolve()}:{reward}'}}]",
+        f"data.prompts=[{{file: '{folder / 'prompts.jsonl'}'}}]",
+        f"reward.functions=[{functions}]",
         *("data.evaluation=", "evaluation.every=0", "checkpoint.directory=", "train.device=cpu"),
     ]
 
@@ -131,8 +133,8 @@ def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
 
 
 def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps: int) -> Measured:
-    save_rl_plan(folder / "plan.yaml", roles_plan(cards, staleness=staleness))
-    words = run_words(folder, "right", CHANGES)
+    save_rl_plan(folder / "plan.yaml", roles_plan(cards, staleness=staleness, changes=CHANGES))
+    words = run_words(folder, "sum", {"right": 1.0}, CHANGES)
     lines = launch(folder / "plan.yaml", folder / "log", words, steps)
     later = lines[WARM_UP:]
     used = 16 * len(lines) + sum(line["groups_filtered"] + line["groups_failed"] for line in lines)
@@ -148,9 +150,9 @@ def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps:
     )
 
 
-def roles_plan(cards: tuple[float, float], *, staleness: int) -> RlPlan:
+def roles_plan(cards: tuple[float, float], *, staleness: int, changes: tuple[str, ...]) -> RlPlan:
     """One card that trains, and two that generate; `cards`: slowdowns of the policy and the first engine."""
-    config = load_rl(CONFIG, CHANGES)
+    config = load_rl(CONFIG, changes)
     run = policy_run(config, sequence_length=config.sequence_length)
     group, samples = config.algorithm.group, config.samples_per_step
     plan = _with_cards(single_card_plan(run), (cards[0],), "trains")
@@ -188,6 +190,31 @@ def _forecast(sync: Measured, staleness: int) -> Play:
     return play(times, staleness=staleness, shared=False, scores_apart=False)
 
 
+# --- what it learns ----------------------------------------------------------------------------------------
+
+MODES = {"sync": 0, "between_batches": 1, "in_flight": 1}
+"""Staleness, by when the engines take new weights."""
+LAST = 20
+"""Steps whose reward is what was learned."""
+
+
+@case("rl/reward", formats={"reward": ".3f"}, seed=(0, 1, 2), mode=tuple(MODES), steps=(60,), rate=(2e-3,))
+def reward(seed: int, mode: str, steps: int, rate: float) -> Row:
+    """The mean reward of the last 20 steps, of at most 1.20, of digits to be copied: one card trains, two
+    generate."""
+    changes = (f"train.seed={seed}", f"optimizer.learning_rate={rate}")
+    if MODES[mode]:
+        changes += (f"generation.weights={mode}",)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = roles_plan((1.0, 1.0), staleness=MODES[mode], changes=changes)
+        save_rl_plan(folder / "plan.yaml", plan)
+        words = run_words(folder, "copy", {"right": 1.0, "ends": 0.2}, changes)
+        lines = launch(folder / "plan.yaml", folder / "log", words, steps)
+    row: Row = {"seed": seed, "mode": mode, "reward": mean(lines[-LAST:], "reward")}
+    return row | {"oldest": max(line["staleness_max"] for line in lines)}
+
+
 # --- forecasts from a profile ------------------------------------------------------------------------------
 
 LARGER = (
@@ -222,7 +249,7 @@ def forecast(fast: float, slow: float, steps: int, warm_up: int) -> Iterator[Row
     """Two unlike cards profiled, planned in three ways, launched: steps, parts, idle shares; forecasts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = run_words(folder, "varied", LARGER)
+        words = run_words(folder, "sum", {"varied": 1.0}, LARGER)
         for name, nodes in (("fast", ("fast",)), ("slow", ("slow",)), ("both", ("fast", "slow"))):
             text = CLUSTER.format(fast=fast, slow=slow) + "".join(NODE.format(name=node) for node in nodes)
             (folder / f"{name}.yaml").write_text(text)
