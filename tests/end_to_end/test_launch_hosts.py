@@ -76,6 +76,14 @@ def wait_for_steps(process: subprocess.Popen[str], log: Path) -> None:
         time.sleep(0.1)
 
 
+def folder_of(pid: int) -> str:
+    """Where a process works; nothing if it has ended, as one of another test may have meanwhile."""
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return ""
+
+
 def processes_of(words: Sequence[str]) -> list[int]:
     """Processes whose command line has all of the words."""
     found = []
@@ -97,13 +105,9 @@ def test_one_command_trains_on_two_machines_and_one_that_is_lost_ends_all(machin
         wait_for_steps(process, log)
         check_losses(machines, log)
         here = str(machines.root)
-        lost = [
-            pid
-            for pid in processes_of(["launch", "--this-node\0b"])
-            if here in os.readlink(f"/proc/{pid}/cwd")
-        ]
+        lost = [pid for pid in processes_of(["launch", "--this-node\0b"]) if here in folder_of(pid)]
         ranks = [pid for pid in processes_of(["yuan_train\0train", "run.yaml"])
-                 if os.readlink(f"/proc/{pid}/cwd") == str(machines.folder("b"))]  # fmt: skip
+                 if folder_of(pid) == str(machines.folder("b"))]  # fmt: skip
         assert len(lost) == 2 and len(ranks) == 1, (lost, ranks)
         began = time.monotonic()
         for pid in (*lost, *ranks):
@@ -115,7 +119,7 @@ def test_one_command_trains_on_two_machines_and_one_that_is_lost_ends_all(machin
     assert "a | step      1/100000 | loss" in output and "rank 2" in output, output
     for name in "ab":
         folder = str(machines.folder(name))
-        assert not [pid for pid in processes_of(["yuan_train"]) if os.readlink(f"/proc/{pid}/cwd") == folder]
+        assert not [pid for pid in processes_of(["yuan_train"]) if folder_of(pid) == folder]
 
 
 def test_a_slurm_job_and_its_interrupt(machines: Machines) -> None:
