@@ -115,3 +115,9 @@ def test_when_the_seconds_of_a_part_are_over_the_rest_is_not_run(
     assert gpu_day.main([*words, "--budget", "3"]) == 0
     assert lines(tmp_path)["hung"]["ok"] is None
     assert (tmp_path / "table.md").exists()
+
+
+def test_no_checks_at_a_time_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        gpu_day.main(["all", "--out", str(tmp_path), "--together", "0"])
+    assert refused.value.code == 2 and "--together 0: wanted at least 1" in capsys.readouterr().err

@@ -74,7 +74,7 @@ ROOMS = {
     "megatron": (4, 1160),
     "models": (27, 3777),
     "objectives": (3, 310),
-    "parallel": (26, 7895),
+    "parallel": (26, 7892),
     "profile": (4, 1310),
     "report": (7, 1266),
     "rl": (16, 4740),

@@ -156,6 +156,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
         "that rests on it must fail",
     )
     options = parser.parse_args(words)
+    if options.together < 1:
+        parser.error(f"--together {options.together}: wanted at least 1, which is one check after the other")
     unknown = set((options.only or "versions").split(",")) - {check.name for check in CHECKS}
     if unknown:
         parser.error(f"--only {', '.join(sorted(unknown))}: wanted {', '.join(c.name for c in CHECKS)}")

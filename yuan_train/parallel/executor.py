@@ -233,11 +233,8 @@ class Executor:
             self._tasks[id(program)] = program, tuple(_task(step, all_steps) for step in program)
         return self._tasks[id(program)][1]
 
+    @ops.variable_held()
     def _run(self, task: _Task, *, training: bool) -> None:
-        with ops.variable_held():
-            self._run_step(task, training=training)
-
-    def _run_step(self, task: _Task, *, training: bool) -> None:
         step = task.step
         if self._in_groups and step.stage in self._in_groups and step.is_compute:
             self._member(task, self._in_groups[step.stage], training=training)
