@@ -82,7 +82,7 @@ def test_every_fault_at_once() -> None:
         "reward.clip: wanted [smallest, largest]",
         "reward.functions[0]: pattern 'a' has no group",
         "reward.functions[1]: python: wanted",
-        "reward.functions[2]: wanted either name",
+        "reward.functions[2]: wanted one of name",
         "reward.functions[3]: format needs a pattern",
         "optimizer.minimum_learning_rate: greater",
         "evaluation.samples: 4 answers",

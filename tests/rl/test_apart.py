@@ -82,7 +82,7 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
         "resumed": (0, (save,)),
         "async": (2, ("train.steps=4", "algorithm.filter=zero_variance")),
         "changed": (1, FEW),
-        "whole": (1, (*FEW, "generation.sync=whole")),
+        "whole": (1, (*FEW, "sync=full")),
     }
     spawn(
         run_cases,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,40 @@ def test_what_a_function_may_do(tmp_path: Path) -> None:
             assert scores.of_answers == ((1.0, 0.5), (1.0, 0.5)), prompt
         else:
             assert scores.error is not None and message in scores.error
+
+
+class _Scoring(BaseHTTPRequestHandler):
+    """Scores an answer by its length; of some prompts it says something else."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["query"] == [p + c for p, c in zip(asked["prompts"], asked["completion"], strict=True)]
+        told: Any = {"rewards": [len(text) for text in asked["completion"]]}
+        told = {"few": {"rewards": [1]}, "other": [1, 2]}.get(asked["prompt"][0], told)
+        self.send_response(500 if asked["prompt"][0] == "fails" else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(told).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_a_server_scores() -> None:
+    cases = {
+        "fine": None,
+        "few": "score returned [1]; wanted a list of 2 numbers",
+        "other": 'answered [1, 2]; wanted {"rewards": [...]}',
+        "fails": "score raised HTTPError: HTTP Error 500",
+    }
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Scoring) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/score"
+        with Scorers(RewardConfig(functions=(RewardFunction(url=url),), timeout=30.0)) as scorers:
+            found = scorers.score([[fields(prompt=p), fields(prompt=p, completion="")] for p in cases])
+        server.shutdown()
+    assert found[0].of_answers == ((1.0,), (0.0,))
+    for message, scores in list(zip(cases.values(), found, strict=True))[1:]:
+        assert scores.error is not None and message is not None and message in scores.error
 
 
 @pytest.mark.parametrize(

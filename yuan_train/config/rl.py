@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, MinLen
 
@@ -109,21 +110,21 @@ class GenerationConfig:
     weights: Literal["between_batches", "in_flight"] = "between_batches"
     """When engines of their own take new weights in async mode: when the answers of a batch are written; or
     between two tokens, with the next batch's prompts in slots as they become free."""
-    sync: Literal["difference", "whole"] = "difference"
-    """What engines of their own are sent of new weights: the elements whose bits have changed since, which
-    keeps a copy of what was sent on the policy's hosts; or all. They have the same weights after either."""
     on_lost_engine: OnLostEngine = "stop"
     """When an engine of several on cards of their own is lost: end the run, or go on with the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A score of an answer: built in (`name`), or of a Python file (`python: "file.py:function"`)."""
+    """A score of an answer: built in (`name`), of a Python file (`python: "file.py:function"`), or of a
+    server (`url`)."""
 
     name: RewardName | None = None
-    """One of those built in; or give `python`."""
+    """One of those built in; or give `python` or `url`."""
     python: str | None = None
     """`file.py:function`, whose parameters say what it is given; see docs/rl.md."""
+    url: str | None = None
+    """Of a server that is sent the answers to a prompt, as JSON, and answers {"rewards": [...]}."""
     pattern: str | None = None
     """Of `regex`, whose first group is compared with the answer; and of `format`, which a text matches."""
     batch: bool = False
@@ -134,6 +135,8 @@ class RewardFunction:
     @property
     def label(self) -> str:
         """Its name in metrics."""
+        if self.url is not None:
+            return urlsplit(self.url).path.strip("/").replace("/", ".") or "url"
         return self.name or (self.python or "").rpartition(":")[2]
 
 
@@ -356,6 +359,9 @@ class RLConfig:
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    sync: Literal["changed", "full"] = "changed"
+    """What engines of their own are sent of new weights: the elements whose bits have changed since, which
+    keeps a copy of what was sent on the policy's hosts; or all. They have the same weights after either."""
     search: RLSearchConfig = field(default_factory=RLSearchConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
@@ -605,9 +611,13 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
 def _faults(function: RewardFunction) -> Iterator[str]:
     if function.batch and function.python is None:
         yield "batch: true is for functions of a Python file; leave it out"
-    if (function.name is None) == (function.python is None):
-        yield 'wanted either name (exact, number, regex, format) or python: "file.py:function"'
+    if [function.name, function.python, function.url].count(None) != 2:
+        yield 'wanted one of name (exact, number, regex, format), python: "file.py:function" and url: "http://..."'
         return
+    if function.url is not None:
+        parts = urlsplit(function.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield f'url: wanted "http://host:port/path", got {function.url!r}'
     if function.python is not None:
         file, colon, name = function.python.rpartition(":")
         if not colon or not file.endswith(".py") or not name.isidentifier():

@@ -236,7 +236,7 @@ class RemoteCollector(Collector):
             position,
             dtype=DTYPES[run.train.precision],
             timeout_seconds=connect_seconds(run.train),
-            generation=run.generation,
+            run=run,
         )
         self._offers: Offers | None = None
         if run.generation.weights == "in_flight":

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.plan import node_of
-from yuan_train.config.rl import GenerationConfig, OnLostEngine, RLConfig
+from yuan_train.config.rl import OnLostEngine, RLConfig
 from yuan_train.config.rl_plan import RlPlan, RoleName, ScoringRole
 from yuan_train.config.run import TrainConfig
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
@@ -217,10 +217,10 @@ class Engines:
         *,
         dtype: torch.dtype,
         timeout_seconds: float,
-        generation: GenerationConfig,
+        run: RLConfig,
     ) -> None:
         self._position = position
-        self._goes_on = generation.on_lost_engine == "go_on"
+        self._goes_on = run.generation.on_lost_engine == "go_on"
         first, trained = (weight_buckets(roles, dtype.itemsize, trained=only) for only in (False, True))
         self._outlets: dict[int, list[Outlet]] = {}
         """By engine, of what it has next, and, where that is not the same, of what it has from then on."""
@@ -238,7 +238,7 @@ class Engines:
             make = functools.partial(
                 Outlet, link=self._links[engine], job_rank=position.job_rank, dtype=dtype
             )
-            again = make(trained[engine], by_difference=generation.sync == "difference")
+            again = make(trained[engine], by_difference=run.sync == "changed")
             whole = [] if first[engine] == trained[engine] else [make(first[engine], by_difference=False)]
             self._outlets[engine] = [*whole, again]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import inspect
 import json
@@ -19,6 +20,7 @@ import os
 import re
 import signal
 import sys
+import urllib.request
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,9 +85,26 @@ def load_function(function: dict[str, Any], columns: Collection[str] = ()) -> Sc
         return lambda fields: float(
             _last_group(searched, fields["completion"]) == str(fields["answer"]).strip()
         )
+    if function.get("url") is not None:
+        return GroupScore(functools.partial(_ask, str(function["url"])))
     file, _, attribute = str(function["python"]).rpartition(":")
     found = _of_python(file, attribute, columns)
     return GroupScore(found) if function.get("batch") else found
+
+
+def _ask(url: str, fields: dict[str, Any]) -> Any:
+    """The scores of a server for the answers to a prompt, of a list of each field. `query`, `prompts` and
+    `labels` are what OpenRLHF's remote reward models read."""
+    both = zip(fields["prompt"], fields["completion"], strict=True)
+    names = {"query": [f"{prompt}{said}" for prompt, said in both]}
+    names |= {"prompts": fields["prompt"], "labels": fields["answer"]}
+    body = json.dumps(names | fields).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        told = json.load(response)
+    if not isinstance(told, dict) or "rewards" not in told:
+        raise ValueError(f'{url} answered {repr(told)[:200]}; wanted {{"rewards": [...]}}')
+    return told["rewards"]
 
 
 def _last_group(pattern: re.Pattern[str], text: str) -> str | None:

@@ -103,7 +103,7 @@ class Scorers:
         self._did_not_load = False
         """Of this batch: whether a process could not load the functions, as the first one could."""
         functions = [
-            {"name": f.name, "python": f.python, "pattern": f.pattern, "label": f.label, "batch": f.batch}
+            {key: getattr(f, key) for key in ("name", "python", "url", "pattern", "label", "batch")}
             for f in config.functions
         ]
         order = {"functions": functions, "columns": list(columns), "concurrency": config.concurrency}
