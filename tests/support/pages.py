@@ -36,4 +36,5 @@ def ours(command: str) -> list[str] | None:
     if not command.startswith("yuan-train "):
         return None
     words = shlex.split(command.partition("<<")[0], comments=True)
-    return words[1 : words.index("|")] if "|" in words else words[1:]
+    end = min([words.index(sign) for sign in ("|", "&") if sign in words], default=len(words))
+    return words[1:end]
