@@ -425,15 +425,17 @@ def test_an_engine_tells_the_policy_of_weights_at_fault_alone() -> None:
     def served(failure: TrainingError) -> list[Any]:
         told: list[Any] = []
 
-        def generate(tickets: object, drawing: object) -> None:
+        def generate(tickets: object, drawing: object, talk: object) -> None:
             raise failure
 
         server = object.__new__(_Server)
         orders = iter([("generate", [], None), ("stop",)])
         channel = SimpleNamespace(send=told.append, receive=lambda: next(orders))
         server.requests = Requests(cast(Any, None), cast(Channel, channel), 0, None)
-        server._engine = cast(Any, SimpleNamespace(generate=generate, clock=EngineClock(), num_slots=1))
-        server._version, server._scoring = 0, None
+        server._engine = cast(
+            Any, SimpleNamespace(generate=generate, clock=EngineClock(), num_slots=1, faults={})
+        )
+        server._version, server._scoring, server._talk = 0, None, None
         server.run()
         return told
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, MinLen
@@ -41,6 +41,7 @@ NormaliseKind = Literal["sequence", "token", "constant"]
 EstimatorKind = Literal["k1", "k2", "k3"]
 Correction = Literal["auto", "aipo", "decoupled", "none"]
 RewardName = Literal["exact", "number", "regex", "format"]
+EnvironmentName = Literal["calculator", "python", "search"]
 Mode = Literal["sync", "async"]
 OnLostEngine = Literal["stop", "go_on"]
 Placement = Literal["shared", "apart"]
@@ -160,12 +161,16 @@ class OverlongConfig:
     """What an answer of max_new_tokens loses."""
 
 
+DEFAULT_FUNCTIONS = (RewardFunction(name="exact"),)
+"""As a value of its own, so that it is known from functions that were given."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Rewards: the weighted sum of functions, and what is done to it."""
 
-    functions: tuple[RewardFunction, ...] = (RewardFunction(name="exact"),)
-    """Functions of an answer; the reward is their weighted sum."""
+    functions: tuple[RewardFunction, ...] = DEFAULT_FUNCTIONS
+    """Functions of an answer; the reward is their weighted sum. Beside an environment, none unless given."""
     model: RewardModelConfig | None = None
     """A reward model whose score is added; None: none."""
     workers: Count = 2
@@ -191,6 +196,24 @@ class RewardConfig:
     def weights(self) -> tuple[float, ...]:
         """Weights of the scores, in the order of `labels`."""
         return (*(f.weight for f in self.functions), *(() if self.model is None else (self.model.weight,)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """What answers the policy's turns: built in (`name`), or a class of a Python file."""
+
+    name: EnvironmentName | None = None
+    """One of those built in; or give `python`."""
+    python: str | None = None
+    """`file.py:Class`, with reset and step; see docs/rl.md."""
+    folder: str | None = None
+    """Of `search`: its .txt and .md files are what is searched."""
+    turns: Count = 8
+    """The most turns of the policy in an answer."""
+    timeout: Annotated[float, Gt(0), Unit("seconds")] = 30.0
+    """Longest time of a reset or a step; then the environments of that process are ended."""
+    workers: Count = 2
+    """Processes that environments live in: beside the first rank of each pipeline that generates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +372,9 @@ class RLConfig:
     data: RLData
     generation: GenerationConfig
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig | str | None = None
+    """What answers the policy's turns: "file.py:Class", a name of those built in, or keys; None: an answer is
+    one turn. Its rewards are added to those of functions."""
     algorithm: AlgorithmConfig
     critic: CriticConfig | None = None
     """Of an algorithm with advantage gae, which has one with the defaults; of no other."""
@@ -370,11 +396,21 @@ class RLConfig:
             object.__setattr__(self, "model", replace(self.model, lora=self.lora))
         if self.critic is None and self.algorithm.advantage == "gae":
             object.__setattr__(self, "critic", CriticConfig())
+        if isinstance(self.environment, str):
+            key = "name" if self.environment in get_args(EnvironmentName) else "python"
+            object.__setattr__(self, "environment", EnvironmentConfig(**{key: cast(Any, self.environment)}))
+        if self.environment is not None and self.reward.functions is DEFAULT_FUNCTIONS:
+            object.__setattr__(self, "reward", replace(self.reward, functions=()))
 
     @property
     def sequence_length(self) -> int:
         """Tokens of the longest prompt and the longest answer: the least length of a plan."""
         return self.data.max_prompt_tokens + self.generation.max_new_tokens
+
+    @property
+    def turns(self) -> EnvironmentConfig | None:
+        """The environment, with its keys."""
+        return cast("EnvironmentConfig | None", self.environment)
 
     @property
     def samples_per_step(self) -> int:
@@ -445,6 +481,7 @@ def validate_rl(run: RLConfig) -> Iterator[Violation]:
     yield from _sizes(run)
     yield from _algorithm(run)
     yield from _rewards(run)
+    yield from _environment(run)
     if run.schedule.mode == "sync" and run.schedule.staleness:
         yield Violation(
             ("schedule", "staleness"),
@@ -578,8 +615,11 @@ def _algorithm(run: RLConfig) -> Iterator[Violation]:
 
 def _rewards(run: RLConfig) -> Iterator[Violation]:
     reward = run.reward
-    if not reward.functions and reward.model is None:
-        yield Violation(("reward", "functions"), "nothing gives a reward; wanted a function, or reward.model")
+    if not reward.functions and reward.model is None and run.environment is None:
+        yield Violation(
+            ("reward", "functions"),
+            "nothing gives a reward; wanted a function, reward.model, or an environment",
+        )
     labels = [function.label for function in reward.functions]
     for i, function in enumerate(reward.functions):
         where = ("reward", "functions", i)
@@ -592,7 +632,13 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
             ("reward", "functions", labels.index("model")),
             "'model' is the name of reward.model's score; give the function another",
         )
-    if reward.model is not None and not reward.functions and run.data.evaluation is not None:
+    labels = [*labels, "environment"] if run.environment is not None else labels
+    if "environment" in labels[:-1]:
+        yield Violation(
+            ("reward", "functions", labels.index("environment")),
+            "'environment' is the name of the environment's rewards; give the function another",
+        )
+    if not labels and reward.model is not None and run.data.evaluation is not None:
         yield Violation(
             ("data", "evaluation"),
             "pass@1 counts answers that the first reward function gives 1, and there is none; give one "
@@ -605,6 +651,32 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
             ("reward", "overlong", "buffer"),
             f"{reward.overlong.buffer} tokens of answers of at most {run.generation.max_new_tokens} "
             "(generation.max_new_tokens); make it smaller",
+        )
+
+
+def _environment(run: RLConfig) -> Iterator[Violation]:
+    environment = run.turns
+    if environment is None:
+        return
+    where = ("environment",)
+    if (environment.name is None) == (environment.python is None):
+        yield Violation(where, 'wanted either name (calculator, python, search) or python: "file.py:Class"')
+        return
+    if environment.python is not None:
+        file, colon, name = environment.python.rpartition(":")
+        if not colon or not file.endswith(".py") or not name.isidentifier():
+            names = ", ".join(get_args(EnvironmentName))
+            yield Violation(where, f'wanted "file.py:Class" or one of {names}; got {environment.python!r}')
+    if (environment.name == "search") != (environment.folder is not None):
+        yield Violation(
+            (*where, "folder"),
+            "wanted for search, which looks into its .txt and .md files"
+            if environment.folder is None
+            else "of search alone; leave it out",
+        )
+    if not run.generation.stop_ids and run.data.tokenizer is None:
+        yield Violation(
+            ("generation", "stop_ids"), "none, and no data.tokenizer has some: wanted what ends a turn"
         )
 
 

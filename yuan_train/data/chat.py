@@ -45,6 +45,20 @@ def render_chat(
         ) from None
 
 
+def continue_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+    """What a template writes behind an answer's text up to where the next one begins: the end of the answer,
+    the messages, and what opens an answer. Raises DataError, as `render_chat` does."""
+    mark = "an answer that is nowhere else"
+    before = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": mark}]
+    _, found, behind = render_chat(tokenizer, [*before, *messages]).rpartition(mark)
+    if not found:
+        raise DataError(
+            f"{tokenizer.path.parent}: the chat template leaves answers out that have others behind them, so "
+            "an environment's messages cannot be added to one"
+        )
+    return behind
+
+
 @functools.lru_cache(maxsize=4)
 def _compiled(template: str) -> Any:
     import jinja2

@@ -51,6 +51,8 @@ class Prompt:
     """What the file says under `answer`; None if nothing."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What it says beside these, by name; for reward functions."""
+    is_chat: bool = False
+    """Whether the file has messages, which the tokenizer's template made the text of."""
 
 
 class Prompts:
@@ -138,6 +140,28 @@ def text_of(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
 
 
+def prompt_of(value: Any, tokenizer: Tokenizer | None, template: str) -> Prompt:
+    """The prompt of a text, or of messages, as one of a file; without a tokenizer a text has token ids.
+
+    Raises DataError.
+    """
+    if tokenizer is None and isinstance(value, str):
+        return Prompt(ids_of(value, None), value, None)
+    return _prompt({"prompt": value}, tokenizer, template, "the prompt")
+
+
+def ids_of(text: str, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens of a text in which no special ones are recognised; see `text_of`. Raises DataError."""
+    if tokenizer is not None:
+        return tuple(tokenizer.encode(text))
+    try:
+        return tuple(int(word) for word in text.split())
+    except ValueError:
+        raise DataError(
+            f"{text[:100]!r}: without data.tokenizer a text is token ids, with spaces between"
+        ) from None
+
+
 def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, where: str) -> Prompt:
     answer = record.get("answer")
     columns = {key: value for key, value in record.items() if key not in ("prompt", "prompt_ids", "answer")}
@@ -152,7 +176,7 @@ def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, 
     if isinstance(prompt, list):
         check_question(prompt, where)
         text = render_chat(tokenizer, prompt)
-        return Prompt(tuple(tokenizer.encode(text, special=True)), text, answer, columns)
+        return Prompt(tuple(tokenizer.encode(text, special=True)), text, answer, columns, is_chat=True)
     if not isinstance(prompt, str):
         raise DataError(f"{where}: prompt is {type(prompt).__name__}; wanted text, messages or prompt_ids")
     text = template.replace("{prompt}", prompt)

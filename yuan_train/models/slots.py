@@ -80,13 +80,15 @@ def step_slots(
     *,
     last: int,
     documents: Documents | None = None,
+    rests: bool = False,
 ) -> Tensor:
     """Return the hidden state [B, S, H] of the next S tokens of each slot, and add them to `cache`.
 
     `x` as in `Transformer.forward`. `positions_BS` int64 is the place of each token in its own sequence, or
     -1 for padding: on the left of a shorter prompt, and all of a slot that is not in use. What a slot held
     before position 0 is not seen. `last` is the greatest position. `documents`: None for sequences of one
-    document each, in which nothing is reset.
+    document each, in which nothing is reset. `rests`: sequences of padding alone are gone on with later, so
+    their filters' states stay as they are; what they hold of keys and values does in any case.
     """
     x_BSH = model.embedding(x) if model.has_embedding else x
     places_BS = positions_BS.masked_fill(positions_BS < 0, cache.max_length - 1)
@@ -107,9 +109,22 @@ def step_slots(
     rotary = rotary_tables(
         model.config, turned_BS, length=last + 1, dtype=x_BSH.dtype, kept=cache.frequencies
     )
+    resting_B = positions_BS[:, -1] < 0 if rests and has_filters else None
     for layer, block in model.blocks.items():
-        x_BSH = block.step(x_BSH, rotary, cache.layers[layer], places_T, document_start_BS, added)
+        held = cache.layers[layer]
+        before = held.filter_state
+        x_BSH = block.step(x_BSH, rotary, held, places_T, document_start_BS, added)
+        if resting_B is not None and before is not None and held.filter_state is not None:
+            held.filter_state = _kept(before, held.filter_state, resting_B)
     return model.final_norm(x_BSH) if model.has_head else x_BSH
+
+
+def _kept(before: ops.FilterState, after: ops.FilterState, resting_B: Tensor) -> ops.FilterState:
+    """The states before of sequences that rest, and after of the others."""
+    last, convolved = (
+        torch.where(resting_B.unsqueeze(1), old, new) for old, new in zip(before, after, strict=True)
+    )
+    return last, convolved
 
 
 def fork(source: Cache, rows: Tensor, target: Cache, slots: Tensor, *, length: int) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
-from yuan_train.data.prompts import Prompt, Prompts
+from yuan_train.data.prompts import Prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.apply import RankRuntime, parallelize
 from yuan_train.parallel.device import Device
@@ -51,13 +51,14 @@ from yuan_train.rl.engines import (
     weight_buckets,
     weight_link,
 )
+from yuan_train.rl.environments import Conversation, Environments, Said
 from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.generator import (
     Drawing,
     DrawnByTicket,
     EngineClock,
     NotFiniteDraw,
-    Token,
+    TurnReply,
     make_engine,
     pipeline_group,
 )
@@ -112,7 +113,14 @@ class Offers:
 class Desk:
     """On an engine's leader: the controller's messages as they come, and the tickets that it draws."""
 
-    def __init__(self, channel: Channel, store: dist.Store, engine: int) -> None:
+    def __init__(
+        self, channel: Channel, store: dist.Store, engine: int, talk: Conversation | None = None
+    ) -> None:
+        self._talk = talk
+        self._opening: dict[int | str, tuple[Ticket, Drawing, dict[int, Said]]] = {}
+        """Tickets whose environments are being made, and what these have said."""
+        if talk is not None and talk.environments is not None:
+            talk.environments.deliver = lambda said: self._inbox.put(-1, said)
         self._store = store
         self._engine = engine
         self._inbox = Inbox()
@@ -123,20 +131,30 @@ class Desk:
 
     def has_news(self, num_free: int) -> bool:
         """Whether `orders` would give some now."""
-        return not self._inbox.is_empty or (num_free > 0 and self._draw())
+        return not self._inbox.is_empty or (num_free > self._num_opening and self._draw())
+
+    @property
+    def _num_opening(self) -> int:
+        """Answers that will want slots."""
+        return sum(ticket.count for ticket, _, _ in self._opening.values())
 
     def orders(self, num_free: int, *, wait: bool) -> list[Sequence[Any]]:
         """What the engine is to do now, in order: ("weights", version), ("answer", ticket, drawing) for as
-        many tickets as fill the free slots, or ("stop",). `wait`: until there is something.
+        many tickets as fill the free slots, or ("stop",); of environments ("reply", reply) and ("fault",
+        ticket, why). `wait`: until there is something.
 
         Raises what ended the connection to the controller.
         """
         found: list[Sequence[Any]] = []
+        num_free -= self._num_opening
         while True:
-            while not self._inbox.is_empty or (wait and not found and not self._draw()):
+            while not self._inbox.is_empty or (wait and not found and not (num_free > 0 and self._draw())):
                 _, message = self._inbox.take()
                 if isinstance(message, Exception):
                     raise message
+                if isinstance(message, Said):
+                    found += self._hear(message)
+                    continue
                 if message[0] == "offer":
                     _, offered, drawing = message
                     self._offered |= {serial: (ticket, drawing) for serial, ticket in offered}
@@ -149,9 +167,27 @@ class Desk:
                 ticket, drawing = self._offered.pop(self._drawn)
                 self._drawn = None
                 num_free -= ticket.count
-                found.append(("answer", ticket, drawing))
+                if self._talk is None:
+                    found.append(("answer", ticket, drawing))
+                    continue
+                self._opening[ticket.number] = (ticket, drawing, {})
+                self._talk.ask_for(ticket)
             if found or not wait:
                 return found
+
+    def _hear(self, said: Said) -> list[Sequence[Any]]:
+        """What an environment's word has the engine do."""
+        assert self._talk is not None
+        ticket, number = said.key
+        if ticket not in self._opening:
+            return [("reply", self._talk.reply(said))]
+        asked, drawing, told = self._opening[ticket]
+        told[number] = said
+        if len(told) < asked.count:
+            return []
+        del self._opening[ticket]
+        opened = self._talk.opened(asked, [told[n].told for n in range(asked.count)])
+        return [("fault", asked, opened) if isinstance(opened, str) else ("answer", opened, drawing)]
 
     def _draw(self) -> bool:
         """Whether a ticket is this engine's next one; those before it are others'."""
@@ -379,9 +415,9 @@ class RemoteCollector(Collector):
         self._scored |= scored
         return [samples[ticket.number] for ticket in tickets]
 
-    def _score_by_functions(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
+    def _score_by_functions(self, groups: Sequence[tuple[Ticket, Sequence[Sample]]]) -> list[Scores]:
         """As the engines told."""
-        return [self._scored.pop(samples[0].ticket) for _, samples in groups]
+        return [self._scored.pop(ticket.number) for ticket, _ in groups]
 
     def _take(self) -> None:
         """The next answers of any engine; none if it is lost and others are left."""
@@ -391,9 +427,9 @@ class RemoteCollector(Collector):
         assert isinstance(message, Answered)
         if message.error is not None:
             raise TrainingError(f"engine {engine}: {message.error}")
-        found: dict[int | str, list[Sample]] = {}
+        found: dict[int | str, list[Sample]] = {number: [] for number in message.scores}
         for sample in message.samples:
-            found.setdefault(sample.ticket, []).append(sample)
+            found[sample.ticket].append(sample)
         count = max(len(found), 1)
         part = replace(
             message,
@@ -456,7 +492,7 @@ def serve(job: EngineJob) -> None:
         runtime = parallelize(plan, position.rank, parts, device=job.device, options=options)
         with as_training_error(runtime.coord):
             server = _Server(job, runtime, position, dtype)
-            with server.scoring():
+            with server.scoring(), server.talking():
                 if run.generation.weights == "in_flight":
                     server.run_in_flight()
                 else:
@@ -472,6 +508,8 @@ class _UnderWay:
     version: int
     """Of the weights when it was begun."""
     samples: list[Sample] = field(default_factory=list[Sample])
+    faults: Mapping[int | str, str] = field(default_factory=dict[int | str, str])
+    """Why its environment gave no answers, by the ticket's number."""
 
 
 class _Server:
@@ -499,6 +537,9 @@ class _Server:
         self._draws = DrawnByTicket()
         self._under_way: dict[int | str, _UnderWay] = {}
         """In flight."""
+        self._given_up: list[_UnderWay] = []
+        """Likewise: tickets whose environments are at fault."""
+        self._talk: Conversation | None = None
         pipeline = grid.plan.pipelines[coord.pipeline]
         self._engine = make_engine(
             runtime,
@@ -519,70 +560,113 @@ class _Server:
             tickets, drawing = cast("tuple[list[Ticket], Drawing]", tuple(rest))
             start, samples, error = time.perf_counter(), list[Sample](), None
             try:
-                samples = self._engine.generate(tickets, drawing)
+                samples = self._engine.generate(tickets, drawing, self._talk)
             except NotFiniteDraw as failure:
                 error = str(failure)
             self._answer(
-                samples, self._version, time.perf_counter() - start, EngineClock(), error, tickets=tickets
+                samples,
+                self._version,
+                time.perf_counter() - start,
+                EngineClock(),
+                error,
+                tickets=tickets,
+                faults=self._engine.faults,
             )
 
     def run_in_flight(self) -> None:
         """Answer tickets as they are drawn, without an end between batches, and take weights between two
         rounds: keys and values of the tokens so far stay those of the weights that made them."""
         engine, channel = self._engine, self.requests.channel
-        engine.begin(self._draws)
+        limits = self._talk.limits if self._talk is not None else None
+        engine.begin(self._draws, limits)
         desk = None
         if channel is not None:
-            desk = Desk(channel, self._position.store, self._runtime.coord.pipeline)
+            desk = Desk(channel, self._position.store, self._runtime.coord.pipeline, self._talk)
         told, since, has_news = EngineClock(), time.perf_counter(), True
         while True:
-            if has_news or engine.is_idle:
+            is_waiting = engine.is_idle or engine.is_resting
+            ended: list[Sample] = []
+            if has_news or is_waiting:
                 began = time.perf_counter()
-                orders = desk.orders(engine.num_free, wait=engine.is_idle) if desk is not None else None
-                if not self._follow(self.requests.tell(orders)):
+                orders = desk.orders(engine.num_free, wait=is_waiting) if desk is not None else None
+                if not self._follow(self.requests.tell(orders), ended):
                     return
                 since += time.perf_counter() - began
-            if engine.is_idle:
-                continue
-            try:
-                # The other ranks hear of what the leader has by the sum of the tokens, a round later.
-                tokens = engine.step(news=desk is not None and desk.has_news(engine.num_free))
-            except NotFiniteDraw as failure:
-                self._answer([], self._version, 0.0, told, str(failure))
-                self._under_way.clear()
-                engine.begin(self._draws)
-                continue
-            has_news = engine.has_news or self._group is None
-            for answers in self._ended(tokens):
+            if not (engine.is_idle or engine.is_resting):
+                try:
+                    # The other ranks hear of what the leader has by the sum of the tokens, a round later.
+                    tokens = engine.step(news=desk is not None and desk.has_news(engine.num_free))
+                except NotFiniteDraw as failure:
+                    self._answer([], self._version, 0.0, told, str(failure))
+                    self._under_way.clear()
+                    engine.begin(self._draws, limits)
+                    continue
+                has_news = engine.has_news or self._group is None
+                ended += [token.sample for token in tokens if token.sample is not None]
+                if self._talk is not None:
+                    self._talk.say(engine.take_turns())
+            for answers in self._ended(ended):
                 now = time.perf_counter()
-                self._answer(answers.samples, answers.version, now - since, told, tickets=[answers.ticket])
+                self._answer(
+                    answers.samples,
+                    answers.version,
+                    now - since,
+                    told,
+                    tickets=[answers.ticket],
+                    faults=answers.faults,
+                )
                 told, since = replace(engine.clock), now
 
-    def _follow(self, orders: Sequence[Sequence[Any]]) -> bool:
-        """Do what the leader's desk gave; whether the engine is to go on."""
+    def _follow(self, orders: Sequence[Sequence[Any]], ended: list[Sample]) -> bool:
+        """Do what the leader's desk gave; whether the engine is to go on. Replies may end answers."""
         for kind, *rest in orders:
             if kind == "stop":
                 return False
             if kind == "weights":
                 self._take_weights(rest[0])
-                continue
-            ticket, drawing = cast("tuple[Ticket, Drawing]", tuple(rest))
-            self._draws.drawings[ticket.number] = drawing
-            self._under_way[ticket.number] = _UnderWay(ticket, self._version)
-            self._engine.join([ticket])
+            elif kind == "reply":
+                ended += self._take_reply(rest[0])
+            elif kind == "fault":
+                ticket, why = cast("tuple[Ticket, str]", tuple(rest))
+                self._given_up.append(_UnderWay(ticket, self._version, faults={ticket.number: why}))
+            else:
+                ticket, drawing = cast("tuple[Ticket, Drawing]", tuple(rest))
+                self._draws.drawings[ticket.number] = drawing
+                self._under_way[ticket.number] = _UnderWay(ticket, self._version)
+                self._engine.join([ticket])
         return True
 
-    def _ended(self, tokens: Sequence[Token]) -> Iterator[_UnderWay]:
-        """The tickets whose last answers these tokens ended."""
-        for sample in (token.sample for token in tokens):
-            if sample is None:
-                continue
+    def _take_reply(self, reply: TurnReply) -> list[Sample]:
+        """The answer that a reply ends, if it does. A ticket whose environment is at fault is given up."""
+        if reply.ticket not in self._under_way:
+            return []
+        if reply.fault is None:
+            sample = self._engine.reply(reply)
+            return [] if sample is None else [sample]
+        answers = self._under_way.pop(reply.ticket)
+        del self._draws.drawings[reply.ticket]
+        self._engine.leave([reply.ticket])
+        self._given_up.append(replace(answers, samples=[], faults={reply.ticket: reply.fault}))
+        return []
+
+    def _ended(self, samples: Sequence[Sample]) -> Iterator[_UnderWay]:
+        """The tickets whose last answers these are, and those that were given up."""
+        given_up, self._given_up = self._given_up, []
+        for answers in given_up:
+            self._let_go(answers.ticket)
+            yield answers
+        for sample in samples:
             answers = self._under_way[sample.ticket]
             answers.samples.append(sample)
             if len(answers.samples) == answers.ticket.count:
                 del self._under_way[sample.ticket], self._draws.drawings[sample.ticket]
                 answers.samples.sort(key=lambda one: one.number)
+                self._let_go(answers.ticket)
                 yield answers
+
+    def _let_go(self, ticket: Ticket) -> None:
+        if self._talk is not None:
+            self._talk.close(ticket.number)
 
     def _take_weights(self, version: int) -> None:
         take_weights(
@@ -604,21 +688,23 @@ class _Server:
         error: str | None = None,
         *,
         tickets: Sequence[Ticket] = (),
+        faults: Mapping[int | str, str] | None = None,
     ) -> None:
         """Tell the controller, on the leader once the answers to the tickets are scored; `told` is the clock
-        as it was told of before."""
+        as it was told of before. `faults`: why environments gave none to some."""
+        faults = faults or {}
         clock = self._engine.clock
         rounds, filled = clock.rounds - told.rounds, clock.filled - told.filled
         slots = self._engine.num_slots
         message = Answered(samples, version, seconds, rounds, filled, slots, error=error)
-        if self._scoring is None or error is not None or not samples:
+        if self._scoring is None or error is not None or not tickets:
             self.requests.answer(message)
             return
-        groups = [[one for one in samples if one.ticket == ticket.number] for ticket in tickets]
+        answered = [ticket for ticket in tickets if ticket.number not in faults]
+        groups = [[one for one in samples if one.ticket == ticket.number] for ticket in answered]
         fields = [
-            answer_fields(ticket.prompt, group, self._job.tokenizer)
-            for ticket, group in zip(tickets, groups, strict=True)
-            if ticket.prompt is not None
+            answer_fields(ticket, group, self._job.tokenizer)
+            for ticket, group in zip(answered, groups, strict=True)
         ]
         start = time.perf_counter()
 
@@ -626,7 +712,8 @@ class _Server:
             if isinstance(scores, str):
                 self.requests.answer(replace(message, error=scores))
                 return
-            by_ticket = {ticket.number: own for ticket, own in zip(tickets, scores, strict=True)}
+            by_ticket = {ticket.number: own for ticket, own in zip(answered, scores, strict=True)}
+            by_ticket |= {number: Scores(error=why) for number, why in faults.items()}
             took = time.perf_counter() - start
             self.requests.answer(replace(message, scores=by_ticket, scoring_seconds=took))
 
@@ -643,3 +730,16 @@ class _Server:
         with Scorers(reward, self._job.columns) as scorers:
             with ScoringThread(scorers, reward.workers) as self._scoring:
                 yield
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """While inside, answers have environments, if the run has one; the leader has their processes. Raises
+        ConfigError, on the leader, if they cannot make one."""
+        run = self._job.run
+        if run.turns is None:
+            yield
+            return
+        environments = Environments(run.turns) if self.requests.channel is not None else None
+        with environments or nullcontext():
+            self._talk = Conversation(run, self._job.tokenizer, self.requests, environments)
+            yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from yuan_train.data.prompts import Prompt
 from yuan_train.parallel.groups import guard_world_collective, wait_for_world
 from yuan_train.rl.engines import RemoteRewardModel
 from yuan_train.rl.experience import Group, Sample, Ticket, share_out
-from yuan_train.rl.generator import Drawing, Engine
+from yuan_train.rl.generator import Drawing, Engine, Talk
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.reward_model import RewardModel, score_error
 from yuan_train.rl.rewards import Scorers, Scores, answer_fields, reward_of
@@ -54,14 +54,18 @@ class Collector:
         engine: Engine | None,
         scorers: Scorers | None,
         reward_model: RewardModel | RemoteRewardModel | None,
+        talk: Talk | None = None,
     ) -> None:
-        """`engine`: None where other cards generate; `scorers`: on rank 0."""
+        """`engine`: None where other cards generate; `scorers`: on rank 0; `talk`: with environments."""
         self._job = job
         self._trainer = trainer
         self._engine = engine
         self._scorers = scorers
         run = job.run
         self._reward_model = reward_model
+        self._talk = talk
+        self._faults: dict[int | str, str] = {}
+        """By ticket, of what is being scored: why an environment gave no answers."""
         self._rounds = self._filled = self._room = 0
         """Of the batch that is collected: the most of any pipeline, and slots with a token, of how many."""
         self._drawing = Drawing(
@@ -121,7 +125,8 @@ class Collector:
     def evaluate(self) -> dict[str, float]:
         """`pass_1`, `pass_k` and `mean_reward` on the prompts of data.evaluation.
 
-        An answer passes if the first reward function gives it 1 or more; a group that failed does not.
+        An answer passes if the first reward function, without one the environment, gives it 1 or more; a
+        group that failed does not.
         """
         job, config = self._job, self._job.run.evaluation
         drawing = Drawing(
@@ -136,12 +141,15 @@ class Collector:
             for i, prompt in enumerate(job.evaluation)
         ]
         samples = self._generate(tickets, drawing)
-        scored = self._score(list(zip(job.evaluation, samples, strict=True)))
+        scored = self._score(list(zip(tickets, samples, strict=True)))
         shares: list[float] = []
         rewards: list[float] = []
         for answers, scores in zip(samples, scored, strict=True):
-            passed = [(of_answer[0] or 0.0) >= 1 for of_answer in scores.of_answers]
-            shares.append(sum(passed) / len(answers))
+            passed = [
+                (next(iter(of_answer), answer.given) or 0.0) >= 1
+                for of_answer, answer in zip(scores.of_answers, answers, strict=False)
+            ]
+            shares.append(sum(passed) / config.samples)
             rewards += self._rewards(scores, answers)
         count = len(tickets)
         return {
@@ -161,7 +169,7 @@ class Collector:
         start = time.perf_counter()
         samples = self._generate(tickets, self._drawing)
         drawn = time.perf_counter()
-        scored = self._score(list(zip(prompts, samples, strict=True)))
+        scored = self._score(list(zip(tickets, samples, strict=True)))
         seconds[0] += drawn - start
         seconds[1] += time.perf_counter() - drawn
         found: list[tuple[Group | None, str | None]] = []
@@ -174,6 +182,7 @@ class Collector:
                     raise TrainingError(f"{why}; correct it, or set reward.on_error: drop")
                 found.append((None, why))
                 continue
+            prompt = prompt_read(prompt, answers)
             found.append((Group(number, prompt, tuple(answers), scores.of_answers, rewards), None))
         return found
 
@@ -188,18 +197,23 @@ class Collector:
         """The answers to each ticket, on all ranks; each pipeline writes its share."""
         shares, coord = self._job.shares, self._trainer.runtime.coord
         assert self._engine is not None
-        mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing)
+        mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing, self._talk)
         clock = self._engine.clock
         clocks = [(clock.rounds, clock.filled, clock.rounds * self._engine.num_slots)]
+        self._faults = dict(self._engine.faults)
         if len(shares) > 1:
             wait_for_world(coord, "the other pipelines' answers")
             grid = self._trainer.runtime.grid
             is_first = coord.rank == min(r for replica in grid.replicas(coord.pipeline) for r in replica)
             gathered: list[Any] = [None] * dist.get_world_size()
             with guard_world_collective(coord, "the gathering of answers"):
-                dist.all_gather_object(gathered, (mine if is_first else [], clocks[0] if is_first else None))
-            mine = [sample for samples, _ in gathered for sample in samples]
-            clocks = [own for _, own in gathered if own is not None]
+                own = (mine, self._faults, clocks[0])
+                dist.all_gather_object(gathered, own if is_first else None)
+            told = [own for own in gathered if own is not None]
+            mine = [sample for samples, _, _ in told for sample in samples]
+            for _, faults, _ in told:
+                self._faults |= faults
+            clocks = [own for _, _, own in told]
         self._rounds += max(rounds for rounds, _, _ in clocks)
         self._filled += sum(filled for _, filled, _ in clocks)
         self._room += sum(room for _, _, room in clocks)
@@ -208,14 +222,19 @@ class Collector:
             found[sample.ticket].append(sample)
         return [found[ticket.number] for ticket in tickets]
 
-    def _score(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
+    def _score(self, groups: Sequence[tuple[Ticket, Sequence[Sample]]]) -> list[Scores]:
         """The functions' scores, to which all ranks add the reward model's."""
-        scored = self._score_by_functions(groups)
+        answered = [group for group in groups if group[0].number not in self._faults]
+        found = iter(self._score_by_functions(answered))
+        scored = [
+            Scores(error=self._faults[ticket.number]) if ticket.number in self._faults else next(found)
+            for ticket, _ in groups
+        ]
         if self._reward_model is None:
             return scored
         return self._with_model(self._reward_model, groups, scored)
 
-    def _score_by_functions(self, groups: Sequence[tuple[Prompt, Sequence[Sample]]]) -> list[Scores]:
+    def _score_by_functions(self, groups: Sequence[tuple[Ticket, Sequence[Sample]]]) -> list[Scores]:
         """Rank 0 has the functions score, all get it."""
         told: list[Any] = [None]
         fault: YuanError | None = None
@@ -236,12 +255,17 @@ class Collector:
     def _with_model(
         self,
         model: RewardModel | RemoteRewardModel,
-        groups: Sequence[tuple[Prompt, Sequence[Sample]]],
+        groups: Sequence[tuple[Ticket, Sequence[Sample]]],
         scored: Sequence[Scores],
     ) -> list[Scores]:
         """Scores with those of the reward model behind them; groups that failed are left as they are."""
         read = [(n, *group) for n, group in enumerate(groups) if scored[n].error is None]
-        sequences = [(*prompt.ids, *sample.ids) for _, prompt, samples in read for sample in samples]
+        sequences = [
+            (*prompt_read(ticket.prompt, samples).ids, *sample.ids)
+            for _, ticket, samples in read
+            for sample in samples
+            if ticket.prompt is not None
+        ]
         values = iter(model.score(sequences))
         found = list(scored)
         for n, _, samples in read:
@@ -250,6 +274,12 @@ class Collector:
             error = score_error(own)
             found[n] = Scores(error=error) if error else Scores(tuple((*row, value) for row, value in pairs))
         return found
+
+
+def prompt_read(prompt: Prompt, samples: Sequence[Sample]) -> Prompt:
+    """What was read before answers: the prompt, or what their environments gave in its place."""
+    episode = samples[0].episode if samples else None
+    return prompt if episode is None else replace(prompt, ids=episode.prompt_ids)
 
 
 def _too_large(rewards: Sequence[float]) -> str | None:

@@ -119,6 +119,10 @@ class Inbox:
             if value is not None:
                 self._found.put((number, value))
 
+    def put(self, number: int, value: Any) -> None:
+        """Add a message that came by no channel."""
+        self._found.put((number, value))
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing is there now."""

@@ -1,7 +1,7 @@
 """From answers to rows of tokens: packing, and where each answer's tokens lie in the rows.
 
 Values of tokens (log-probabilities, advantages) are kept flat, by answer: number n of all N tokens of a
-batch's answers. `Rows.place` says which token a row's position predicts.
+batch's answers: those that the policy drew. `Rows.place` says which token a row's position predicts.
 
 R = rows, S = tokens of a row, N = answer tokens of the batch.
 
@@ -30,7 +30,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.train.feed import MicroBatch
 
 Ended = Literal["stop", "limit"]
-"""Why an answer ends: with a token that ends answers, or with as many tokens as it may have."""
+"""Why an answer ends: with a token that ends answers, or with as many tokens, or turns, as it may have."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,22 @@ class Ticket:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """What an environment made of an answer: turns of the policy, and what it said to each."""
+
+    prompt_ids: tuple[int, ...]
+    """What was read first."""
+    drawn: tuple[int, ...]
+    """Places in `Sample.ids` of the policy's own tokens; the others are the environment's."""
+    last_turn: int
+    """Where in these the policy's last turn begins."""
+    turns: int
+    """Of the policy."""
+    reward: float | None
+    """The sum of what the environment gave; None if it gave none."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One answer."""
 
@@ -55,13 +71,31 @@ class Sample:
     ids: tuple[int, ...]
     """With the token that ended it, if one did."""
     log_probs: tuple[float, ...]
-    """Of each token, under the weights that drew it."""
+    """Of each token that was drawn, under the weights that drew it."""
     ended: Ended
+    episode: Episode | None = None
+    """None without an environment: all tokens were drawn."""
 
     @property
     def said(self) -> tuple[int, ...]:
-        """Its tokens without the one that ended it."""
-        return self.ids[:-1] if self.ended == "stop" else self.ids
+        """Its tokens without the one that ended it; with an environment, of its last turn."""
+        said = self.ids[self.episode.last_turn :] if self.episode is not None else self.ids
+        return said[:-1] if self.ended == "stop" else said
+
+    @property
+    def given(self) -> float | None:
+        """What an environment gave; None without one, or if it gave nothing."""
+        return self.episode.reward if self.episode is not None else None
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens that the policy drew, and that are trained."""
+        return len(self.log_probs)
+
+    @property
+    def drawn(self) -> Sequence[int]:
+        """Their places in `ids`."""
+        return self.episode.drawn if self.episode is not None else range(len(self.ids))
 
 
 def share_out(tickets: Sequence[Ticket], shares: Sequence[float]) -> list[list[Ticket]]:
@@ -123,14 +157,14 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool, without_tru
 
     `without_truncated`: answers that reached the limit are read, and none of their tokens is a target.
     """
-    ended = [sample.ended for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
     sequences = [(group.prompt.ids, sample.ids) for group in groups for sample in group.samples]
     # The last token of an answer is predicted, and not read.
     sizes = [len(prompt) + len(answer) - 1 for prompt, answer in sequences]
     bins = fit_rows(sizes, length) if packed else [[i] for i in range(len(sizes))]
     firsts = [0]
-    for _, answer in sequences:
-        firsts.append(firsts[-1] + len(answer))
+    for sample in samples:
+        firsts.append(firsts[-1] + sample.num_drawn)
     # As lists: thousands of short answers would each take a few small tensors.
     room = len(bins) * length
     tokens, targets, starts, place = [0] * room, [IGNORE_INDEX] * room, [False] * room, [-1] * room
@@ -140,9 +174,12 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool, without_tru
             prompt, answer = sequences[i]
             end, first = at + sizes[i], at + len(prompt) - 1
             tokens[at:end] = [*prompt, *answer[:-1]]
-            if not (without_truncated and ended[i] == "limit"):
-                targets[first:end] = answer
-                place[first:end] = range(firsts[i], firsts[i + 1])
+            if not (without_truncated and samples[i].ended == "limit"):
+                if samples[i].episode is None:
+                    targets[first:end] = answer
+                    place[first:end] = range(firsts[i], firsts[i + 1])
+                for number, drawn in enumerate(samples[i].drawn if samples[i].episode else (), firsts[i]):
+                    targets[first + drawn], place[first + drawn] = answer[drawn], number
             starts[at] = True
             at = end
         if at < (row + 1) * length:

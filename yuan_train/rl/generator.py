@@ -5,6 +5,9 @@ that reads prompts, then one that adds a token to every answer under way. All ra
 tokens of a round in one sum, and then decide alike what comes next: no rank leads. Prompts may come, and
 answers be given up, between two rounds: of a batch (`generate`), or as a server is asked (`step`).
 
+With an environment (`Talk`) an answer has several turns. Behind each it rests in its slot, and the others
+go on, until what the environment says is read into the same slot.
+
 G = groups of slots (the lane's micro-batches), B = slots of a group, R = prompts that a group reads at once,
 S = tokens of a chunk, H = hidden size.
 """
@@ -42,12 +45,17 @@ from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, make_tensor_groups
 from yuan_train.parallel.transport import blame_peers
-from yuan_train.rl.experience import Ended, Sample, Ticket
+from yuan_train.rl.experience import Ended, Episode, Sample, Ticket
 from yuan_train.train.build import DTYPES
 
 CacheKind = Literal["prompts", "answers"]
 GROUPS_PER_STAGE = 4
 """Groups of slots in flight for each stage: the pipeline then stands idle a fifth of a round, or less."""
+
+
+REPLY_ROUNDS = 4
+"""Rounds of the others before an answer of `generate` goes on with what its environment said: as many
+whatever that took, so that a run is the same again."""
 
 
 class NotFiniteDraw(TrainingError):
@@ -62,6 +70,64 @@ def num_groups(num_stages: int, *, slots: int, group: int) -> int:
     prompts = max(slots // group, 1)
     each = -(-prompts // min(GROUPS_PER_STAGE * num_stages, prompts))
     return -(-prompts // each)
+
+
+class Turn(NamedTuple):
+    """A turn of the policy that has ended, and is for the environment to answer."""
+
+    ticket: int | str
+    number: int
+    said: tuple[int, ...]
+    """Its tokens without the one that ended it."""
+
+
+class TurnReply(NamedTuple):
+    """What an environment says to a turn."""
+
+    ticket: int | str
+    number: int
+    ids: tuple[int, ...] | None
+    """None: the answer is at its end."""
+    reward: float | None
+    fault: str | None = None
+    """Why there is none: the ticket is given up."""
+
+
+class Opened(NamedTuple):
+    """Tickets with the prompts that environments gave, and why some have none."""
+
+    tickets: Sequence[Ticket]
+    faults: dict[int | str, str]
+
+
+class Talk(Protocol):
+    """Environments of a pipeline's answers; each method is called on all ranks of it."""
+
+    @property
+    def limits(self) -> TurnLimits:
+        """How long an answer may be."""
+        ...
+
+    def open(self, tickets: Sequence[Ticket]) -> Opened:
+        """Environments for all answers to tickets, and what is to be read first; waits for them."""
+        ...
+
+    def say(self, turns: Sequence[Turn]) -> None:
+        """Have environments answer turns; does not wait."""
+        ...
+
+    def hear(self, turns: Sequence[Turn]) -> Sequence[TurnReply]:
+        """The replies to these turns, in their order; waits for them."""
+        ...
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """How long an answer of several turns may be."""
+
+    turns: int
+    tokens: int
+    """Of the policy and the environment together."""
 
 
 class Draw(NamedTuple):
@@ -164,11 +230,29 @@ class _Answer:
     documents: SlotDocuments | None
     ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
+    rests: bool = False
+    """Whether it waits for what an environment says."""
+    unread: list[int] = field(default_factory=list[int])
+    """Of its tokens those before the newest that no stage has read: of what an environment said."""
+    drawn: list[int] = field(default_factory=list[int])
+    """Places of the tokens that were drawn, in `ids`; of several turns."""
+    turns: int = 0
+    last_turn: int = 0
+    """Where the turn under way begins."""
+    reward: float | None = None
 
     @property
     def place(self) -> int:
         """Of its newest token in the sequence, which is fed next."""
         return len(self.ticket.prompt_ids) + len(self.ids) - 1
+
+    def sample(self, ended: Ended, *, has_turns: bool) -> Sample:
+        """The whole answer."""
+        episode = None
+        if has_turns:
+            prompt, drawn = self.ticket.prompt_ids, tuple(self.drawn)
+            episode = Episode(prompt, drawn, self.last_turn, max(self.turns, 1), self.reward)
+        return Sample(self.ticket.number, self.number, tuple(self.ids), tuple(self.log_probs), ended, episode)
 
 
 @dataclass
@@ -188,6 +272,11 @@ class _Group:
     @property
     def free(self) -> int:
         return self.slots.count(None)
+
+    @property
+    def under_way(self) -> list[tuple[int, _Answer]]:
+        """The slots whose answers go on, and these."""
+        return [(slot, one) for slot, one in enumerate(self.slots) if one is not None and not one.rests]
 
 
 @dataclass(frozen=True)
@@ -233,6 +322,7 @@ class _Stage:
             work.positions_BS,
             last=work.last,
             documents=work.documents,
+            rests=work.cache == "answers" and engine.has_turns,
         )
         if not self._model.has_head:
             return output
@@ -321,14 +411,17 @@ class Engine:
         self.draws: Draws = Drawing(seed=0, max_new_tokens=max_new_tokens, stop_ids=frozenset())
         self._queue: deque[Ticket] = deque()
         self._groups: list[_Group] = []
-        self._told: list[Token] = []
-        """Of the step under way."""
+        self._told: list[Token] = []  # of the step under way
         self.is_first_chunk = False
         self._shape = (0, 0)
         self._longest = 0
         """Tokens of the longest prompt that is read."""
         self.clock = EngineClock()
         """Of the last call."""
+        self._limits: TurnLimits | None = None
+        self._turns: list[Turn] = []  # that have ended, and nobody has taken yet
+        self.faults: dict[int | str, str] = {}
+        """By ticket of the last call of `generate`: why its environment gave none, or no answer."""
         self._news = False
         self.has_news = False
         """Whether a rank of the pipeline had news in the last step, as all of them know."""
@@ -344,25 +437,57 @@ class Engine:
         return torch.zeros((*self._shape, self._hidden), dtype=self._dtype, device=self._device)
 
     @torch.no_grad()
-    def generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[Sample]:
+    def generate(self, tickets: Sequence[Ticket], drawing: Drawing, talk: Talk | None = None) -> list[Sample]:
         """Answer every ticket `count` times; collective over the pipeline's ranks, which all get the answers.
 
-        They come in the order of tickets and numbers. Raises TrainingError if a peer is lost, and
-        NotFiniteDraw, naming the ticket, if a log-probability is not finite.
+        They come in the order of tickets and numbers; of a ticket whose environment is at fault none, and
+        `faults` says why. Raises TrainingError if a peer is lost, and NotFiniteDraw, naming the ticket, if a
+        log-probability is not finite.
         """
-        self.begin(drawing)
+        self.faults = {}
+        order = {ticket.number: place for place, ticket in enumerate(tickets)}
+        if talk is not None:
+            tickets, self.faults = talk.open(tickets)
+        self.begin(drawing, talk.limits if talk is not None else None)
         self.join(tickets)
         found: list[Sample] = []
+        waiting: deque[tuple[int, Turn]] = deque()
+        steps = 0
         while not self.is_idle:
             found += [token.sample for token in self.step() if token.sample is not None]
+            if talk is None:
+                continue
+            steps += 1
+            turns = self.take_turns()
+            talk.say(turns)
+            waiting.extend((steps + REPLY_ROUNDS, turn) for turn in turns)
+            if waiting and self.is_resting:
+                steps = max(steps, waiting[0][0])
+            due: list[Turn] = []
+            while waiting and waiting[0][0] <= steps:
+                due.append(waiting.popleft()[1])
+            due = [turn for turn in due if turn.ticket not in self.faults]
+            found += self._follow(talk.hear(due) if due else ())
         for stage in self._stages.values():
             stage.caches.clear()
-        order = {ticket.number: place for place, ticket in enumerate(tickets)}
+        found = [sample for sample in found if sample.ticket not in self.faults]
         return sorted(found, key=lambda sample: (order[sample.ticket], sample.number))
 
-    def begin(self, draws: Draws) -> None:
-        """Forget all prompts and answers; those to come are drawn so."""
+    def _follow(self, replies: Sequence[TurnReply]) -> list[Sample]:
+        """The answers that replies end."""
+        for reply in replies:
+            if reply.fault is not None:
+                self.faults.setdefault(reply.ticket, reply.fault)
+        self.leave(self.faults)
+        ended = [self.reply(one) for one in replies if one.ticket not in self.faults]
+        return [sample for sample in ended if sample is not None]
+
+    def begin(self, draws: Draws, limits: TurnLimits | None = None) -> None:
+        """Forget all prompts and answers; those to come are drawn so. `limits`: of answers of several turns,
+        which rest behind each until `reply`; None: of one."""
         self.draws = draws
+        self._limits = limits
+        self._turns.clear()
         self._queue.clear()
         self._groups = [_Group([None] * self._slots) for _ in range(self._num_groups)]
         for stage in self._stages.values():
@@ -381,6 +506,47 @@ class Engine:
             for slot, answer in enumerate(group.slots):
                 if answer is not None and answer.ticket.number in numbers:
                     group.slots[slot] = None
+        self._turns = [turn for turn in self._turns if turn.ticket not in numbers]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether answers have several turns."""
+        return self._limits is not None
+
+    def take_turns(self) -> list[Turn]:
+        """The turns that have ended since it was asked last, in their order."""
+        found, self._turns = self._turns, []
+        return found
+
+    def reply(self, reply: TurnReply) -> Sample | None:
+        """Let an answer go on behind its turn with what the environment said, from the next round on; the
+        answer, if it is at its end: as the environment says, or because it may not be longer."""
+        assert self._limits is not None
+        group, answer = self._find(reply.ticket, reply.number)
+        answer.rests = False
+        if reply.reward is not None:
+            answer.reward = reply.reward + (answer.reward or 0.0)
+        ended: Ended = "stop"
+        if reply.ids is not None:
+            length = len(answer.ids) + len(reply.ids)
+            if answer.turns < self._limits.turns and length < self._limits.tokens:
+                if reply.ids:
+                    answer.unread += [answer.ids[-1], *reply.ids[:-1]]
+                    answer.ids += reply.ids
+                answer.last_turn = len(answer.ids)
+                return None
+            ended = "limit"
+        group.slots = [None if held is answer else held for held in group.slots]
+        group.waiting = deque(one for one in group.waiting if one[1] is not answer)
+        return answer.sample(ended, has_turns=True)
+
+    def _find(self, ticket: int | str, number: int) -> tuple[_Group, _Answer]:
+        return next(
+            (group, one)
+            for group in self._groups
+            for one in (*group.slots, *(waiting for _, waiting in group.waiting))
+            if one is not None and (one.ticket.number, one.number) == (ticket, number)
+        )
 
     @property
     def num_slots(self) -> int:
@@ -392,6 +558,13 @@ class Engine:
         """Whether no prompt waits and no answer is under way."""
         return not self._queue and all(
             not group.waiting and group.free == self._slots for group in self._groups
+        )
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing goes on before an environment has replied."""
+        return not self.is_idle and not any(
+            group.under_way or (group.free and (group.waiting or self._queue)) for group in self._groups
         )
 
     @property
@@ -413,6 +586,7 @@ class Engine:
         self._read_prompts()
         for number, group in enumerate(self._groups):
             self._fill(number, group)
+        self._read_replies()
         read = time.perf_counter()
         self._add_tokens()
         self.clock.reading_seconds += read - start
@@ -538,13 +712,47 @@ class Engine:
                 length=length,
             )
 
+    def _read_replies(self) -> None:
+        """Read what environments said, but the last token of each, which the round reads.
+
+        Each pass reads as many tokens of every slot that it reads any of: behind padding a filter would go on
+        from other tokens. It is no wider than prompts that fill a group.
+        """
+        most = max(1, self._chunk // self._group_size)
+        while True:
+            unread = [
+                (number, slot, answer)
+                for number, group in enumerate(self._groups)
+                for slot, answer in group.under_way
+                if answer.unread
+            ]
+            if not unread:
+                return
+            width = min(most, *(len(answer.unread) for _, _, answer in unread))
+            works: list[_Work | None] = [None] * len(self._groups)
+            for number in dict.fromkeys(number for number, _, _ in unread):
+                tokens = [[0] * width for _ in range(self._slots)]
+                positions = [[-1] * width for _ in range(self._slots)]
+                for _, slot, answer in (one for one in unread if one[0] == number):
+                    first = answer.place - len(answer.unread)
+                    tokens[slot] = answer.unread[:width]
+                    positions[slot] = list(range(first, first + width))
+                    answer.unread = answer.unread[width:]
+                works[number] = _Work(
+                    "answers",
+                    torch.tensor(tokens, device=self._device),
+                    torch.tensor(positions, device=self._device),
+                    last=max(row[-1] for row in positions),
+                )
+            self._run(works, (self._slots, width))
+
     def _add_tokens(self) -> None:
         """One round: the next token of every answer under way."""
         groups = self._groups
         works: list[_Work | None] = [None] * len(groups)
         counts: dict[int, int] = {}
         for number, group in enumerate(groups):
-            held = [(slot, answer) for slot, answer in enumerate(group.slots) if answer is not None]
+            held = group.under_way
             if not held:
                 continue
             tokens, positions = [0] * self._slots, [-1] * self._slots
@@ -572,12 +780,10 @@ class Engine:
         self._run(works, (self._slots, 1))
         drawn = self._exchange(counts)
         for number in counts:
-            group, place = groups[number], 0
-            for slot, answer in enumerate(group.slots):
-                if answer is not None:
-                    if self._append(answer, drawn[number][place]):
-                        group.slots[slot] = None
-                    place += 1
+            group = groups[number]
+            for (slot, answer), one in zip(group.under_way, drawn[number], strict=True):
+                if self._append(answer, one):
+                    group.slots[slot] = None
 
     def _append(self, answer: _Answer, drawn: tuple[float, ...]) -> bool:
         """Add a token to an answer; whether that ended it."""
@@ -587,12 +793,19 @@ class Engine:
                 f"ticket {ticket.number}, answer {number}: the log-probability of token "
                 f"{len(answer.ids)} is {drawn[1]}"
             )
+        if self.has_turns:
+            answer.drawn.append(len(answer.ids))
         answer.ids.append(round(drawn[0]))
         answer.log_probs.append(drawn[1])
         ended = self.draws.why_ended(ticket, answer.ids)
+        if self.has_turns and ended == "stop":
+            answer.turns += 1
+            answer.rests = True
+            self._turns.append(Turn(ticket.number, number, tuple(answer.ids[answer.last_turn : -1])))
+            ended = None
         sample = None
         if ended is not None:
-            sample = Sample(ticket.number, number, tuple(answer.ids), tuple(answer.log_probs), ended)
+            sample = answer.sample(ended, has_turns=self.has_turns)
         self._told.append(Token(ticket.number, number, drawn, sample))
         return ended is not None
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 import torch
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.load import as_plain, dump, write_text
+from yuan_train.config.plan import PipelinePlan
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.board import Board
@@ -30,12 +31,14 @@ from yuan_train.rl.apart import RemoteCollector, Told
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
 from yuan_train.rl.engines import RemoteReference, RemoteRewardModel, RemoteScores, fates_of, job_ranks
+from yuan_train.rl.environments import Conversation, Environments
 from yuan_train.rl.experience import Group, RowFeed
 from yuan_train.rl.generator import Engine, make_engine, pipeline_group
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.losses import PolicyLoss
 from yuan_train.rl.reward_model import RewardModel
-from yuan_train.rl.rewards import Scorers
+from yuan_train.rl.rewards import Scorers, turns_of
+from yuan_train.rl.scoring import Requests
 from yuan_train.rl.updates import Updater, UpdateResult
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.build import build, restore
@@ -71,7 +74,11 @@ class RLMetrics(StepMetrics):
     rewards: dict[str, float | None]
     """Mean score by function, over the answers that it scored."""
     answer_tokens: dict[str, float]
-    """`mean` and `max`."""
+    """`mean` and `max`, of those that the policy drew."""
+    environment_tokens: int
+    """Of the batch's answers, those that environments said."""
+    turns: float
+    """Mean turns of the policy in an answer."""
     truncated: float
     """Share of the answers that reached max_new_tokens."""
     entropy_estimate: float
@@ -175,9 +182,12 @@ class SampleLog:
                 "answer": group.prompt.answer,
                 "reward": group.rewards[0],
                 "rewards": dict(zip(labels, group.scores[0], strict=True)),
-                "tokens": len(sample.ids),
+                "tokens": sample.num_drawn,
                 "ended": sample.ended,
             }
+            if sample.episode is not None:
+                line["rewards"]["environment"] = sample.given
+                line["turns"] = turns_of(sample, self._tokenizer)
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         write_lines(self._file, lines)
 
@@ -235,39 +245,74 @@ def train_rl(job: RLJob) -> None:
                 yield
 
         # Before anything is built: a function that cannot be loaded ends the run at once.
-        with _scorers(job) as scorers:
+        with _entered(_scorers(job)) as scorers, _entered(_environments(job)) as environments:
             with guarding():
-                engine, progress = _build_engine(job, scorers, apart)
+                engine, progress = _build_engine(job, Helpers(scorers, environments), apart)
             with engine:
                 run_loop(job.policy, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
                 with guarding():
                     engine.stop_roles()
 
 
-@contextmanager
-def _scorers(job: RLJob) -> Iterator[Scorers | None]:
-    """The reward functions' processes, on rank 0. Raises, on all ranks, what is wrong with the functions."""
+@dataclass(frozen=True)
+class Helpers:
+    """Processes that work for this rank."""
+
+    scorers: Scorers | None
+    environments: Environments | None
+
+
+def _scorers(job: RLJob) -> Scorers | None:
+    """The reward functions' processes, on rank 0; engines of their own score where they are."""
     if job.policy.position.rank > 0 or job.generates_apart:
-        # Engines of their own score where they are.
-        raise_together(None)
-        yield None
-        return
-    scorers = Scorers(job.run.reward, job.prompts.columns)
+        return None
+    return Scorers(job.run.reward, job.prompts.columns)
+
+
+def _environments(job: RLJob) -> Environments | None:
+    """Those of a pipeline's answers, on its first rank."""
+    leads = _first_rank(job) == job.policy.position.rank
+    return Environments(job.run.turns) if job.run.turns is not None and leads else None
+
+
+def _first_rank(job: RLJob) -> int | None:
+    """Of this rank's pipeline; None where other cards generate."""
+    if job.generates_apart:
+        return None
+    return min(_ranks_of(_pipeline_of(job)))
+
+
+def _pipeline_of(job: RLJob) -> PipelinePlan:
+    """This rank's."""
+    rank = job.policy.position.rank
+    return next(p for p in job.policy.plan.pipelines if rank in _ranks_of(p))
+
+
+def _ranks_of(pipeline: PipelinePlan) -> set[int]:
+    return {rank for stage in pipeline.stages for rank in stage.ranks}
+
+
+HelperT = TypeVar("HelperT", Scorers, Environments)
+
+
+@contextmanager
+def _entered(helper: HelperT | None) -> Iterator[HelperT | None]:
+    """While inside, its processes are there. Raises on all ranks what is wrong with it on one."""
     fault: YuanError | None = None
-    try:
-        scorers.__enter__()
-    except YuanError as error:
-        fault = error
+    if helper is not None:
+        try:
+            helper.__enter__()
+        except YuanError as error:
+            fault = error
     try:
         raise_together(fault)
-        yield scorers
+        yield helper
     finally:
-        scorers.__exit__(None, None, None)
+        if helper is not None and fault is None:
+            helper.__exit__(None, None, None)
 
 
-def _build_engine(
-    job: RLJob, scorers: Scorers | None, apart: RolePosition | None
-) -> tuple[PolicyEngine, Progress]:
+def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> tuple[PolicyEngine, Progress]:
     """The policy with all that trains it, and the progress to start from; collective over its ranks."""
     run, policy = job.run, job.policy
     loss = PolicyLoss(
@@ -277,10 +322,7 @@ def _build_engine(
         device=policy.device.torch,
     )
     plan = policy.plan
-    pipeline = next(
-        p for p in plan.pipelines if policy.position.rank in {r for s in p.stages for r in s.ranks}
-    )
-    feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
+    feed = RowFeed(micro_batch_size=_pipeline_of(job).micro_batch_size, device=policy.device)
     trainer, progress, reference = _build(job, feed, loss, apart)
     critic = Critic(job, feed) if run.critic is not None else None
     updater = Updater(
@@ -293,7 +335,9 @@ def _build_engine(
         decoupled=run.correction(job.mode) == "decoupled",
         critic=critic,
     )
-    generating = None if job.generates_apart else _make_engine(job, trainer)
+    generating, talk = None, None
+    if not job.generates_apart:
+        generating, talk = _make_engine(job, trainer, helpers.environments)
     if policy.checkpoint is not None and "rl" in policy.checkpoint.state:
         trainer.optimizer.set_step(policy.checkpoint.state["rl"]["progress"]["optimizer_steps"])
 
@@ -301,9 +345,9 @@ def _build_engine(
         reward_model = _make_reward_model(job, trainer, apart)
         if job.generates_apart:
             assert apart is not None
-            collector = RemoteCollector(job, trainer, scorers, reward_model, apart)
+            collector = RemoteCollector(job, trainer, helpers.scorers, reward_model, apart)
         else:
-            collector = Collector(job, trainer, generating, scorers, reward_model)
+            collector = Collector(job, trainer, generating, helpers.scorers, reward_model, talk)
         return collector, [collector, reward_model, reference]
 
     return PolicyEngine(job, trainer, updater, critic, make_collector), progress
@@ -522,15 +566,25 @@ def _build(
     return trainer, progress, reference
 
 
-def _make_engine(job: RLJob, trainer: Trainer) -> Engine:
-    return make_engine(
+def _make_engine(
+    job: RLJob, trainer: Trainer, environments: Environments | None
+) -> tuple[Engine, Conversation | None]:
+    """What draws the answers of this rank's pipeline, and what they talk with."""
+    ranks = pipeline_group(trainer.runtime, timeout_seconds=job.run.train.timeout)
+    engine = make_engine(
         trainer.runtime,
         job.run,
         slots=job.slots(trainer.runtime.coord.pipeline),
         stopwatch=trainer.stopwatch,
         device=trainer.device.torch,
-        ranks=pipeline_group(trainer.runtime, timeout_seconds=job.run.train.timeout),
+        ranks=ranks,
     )
+    if job.run.turns is None:
+        return engine, None
+    first = _first_rank(job)
+    assert first is not None
+    requests = Requests(trainer.runtime.coord, None, first, ranks)
+    return engine, Conversation(job.run, job.policy.tokenizer, requests, environments)
 
 
 def _with_engines(metrics: RLMetrics, told: Told) -> RLMetrics:
@@ -556,15 +610,21 @@ def _of_answers(batch: Collected, labels: Sequence[str]) -> dict[str, Any]:
     samples = [sample for group in batch.groups for sample in group.samples]
     rewards = [reward for group in batch.groups for reward in group.rewards]
     scores = [row for group in batch.groups for row in group.scores]
-    lengths = [len(sample.ids) for sample in samples]
+    lengths = [sample.num_drawn for sample in samples]
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    by_function = {label: _mean([row[i] for row in scores]) for i, label in enumerate(labels)}
+    if episodes:
+        by_function |= {"environment": _mean([episode.reward for episode in episodes])}
     drawn = math.fsum(p for sample in samples for p in sample.log_probs)
     return {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
-        "rewards": {label: _mean([row[i] for row in scores]) for i, label in enumerate(labels)},
+        "rewards": by_function,
         "answer_tokens": {"mean": statistics.fmean(lengths), "max": max(lengths)},
         "truncated": sum(sample.ended == "limit" for sample in samples) / len(samples),
         "entropy_estimate": -drawn / sum(lengths),
+        "environment_tokens": sum(len(sample.ids) for sample in samples) - sum(lengths),
+        "turns": sum(episode.turns for episode in episodes) / len(samples) if episodes else 1.0,
     }
 
 

@@ -21,9 +21,10 @@ import re
 import signal
 import sys
 import urllib.request
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 Score = Callable[[dict[str, Any]], Any]
@@ -46,6 +47,7 @@ FIELDS = (
     "ended",
     "ticket",
     "sample",
+    "turns",
 )
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _DIES_WITH_PARENT = 1
@@ -63,11 +65,12 @@ def exact(fields: dict[str, Any]) -> float:
 
 def number(fields: dict[str, Any]) -> float:
     """1 if the last number of the completion is that of the answer."""
-    found, wanted = (_last_number(str(fields[name])) for name in ("completion", "answer"))
+    found, wanted = (last_number(str(fields[name])) for name in ("completion", "answer"))
     return float(found is not None and wanted is not None and math.isclose(found, wanted, rel_tol=1e-9))
 
 
-def _last_number(text: str) -> float | None:
+def last_number(text: str) -> float | None:
+    """The last number of a text, if it has one."""
     found = _NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -112,8 +115,9 @@ def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
     return found[-1].strip() if found and found[-1] is not None else None
 
 
-def _of_python(file: str, attribute: str, columns: Collection[str]) -> Score:
-    spec = importlib.util.spec_from_file_location("reward_functions", file)
+def import_file(file: str) -> ModuleType:
+    """The module of a Python file, which may import its neighbours. Raises Unusable."""
+    spec = importlib.util.spec_from_file_location("given_by_user", file)
     if spec is None or spec.loader is None or not os.path.isfile(file):
         raise Unusable(f"{file}: no such file")
     module = importlib.util.module_from_spec(spec)
@@ -122,7 +126,11 @@ def _of_python(file: str, attribute: str, columns: Collection[str]) -> Score:
         spec.loader.exec_module(module)
     except BaseException as error:
         raise Unusable(f"{file}: {type(error).__name__}: {error}") from error
-    found = getattr(module, attribute, None)
+    return module
+
+
+def _of_python(file: str, attribute: str, columns: Collection[str]) -> Score:
+    found = getattr(import_file(file), attribute, None)
     if not callable(found):
         raise Unusable(f"{file} has no function {attribute!r}")
     parameters = inspect.signature(found).parameters.values()
@@ -167,7 +175,7 @@ def score_group(
             return {"error": f"{label} returned {shown}; wanted a list of {len(group)} numbers"}
         scores: list[float | None] = []
         for value in values:
-            score = None if value is None else _as_float(value)
+            score = None if value is None else as_float(value)
             if score is None and value is not None:
                 shown = repr(value)[:100]
                 return {
@@ -188,7 +196,7 @@ def _names(group: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for fields in group for name in fields))
 
 
-def _as_float(value: Any) -> float | None:
+def as_float(value: Any) -> float | None:
     """A number, or an array of one, as a float; None for what is neither: a text that reads as one, too."""
     if not hasattr(value, "__float__"):
         return None
@@ -199,8 +207,10 @@ def _as_float(value: Any) -> float | None:
         return None
 
 
-def main() -> None:
-    """Load the functions, say so, and score groups until the input ends."""
+@contextlib.contextmanager
+def speaking_json() -> Iterator[tuple[Iterable[str], Callable[[Any], None]]]:
+    """The lines that a process reads, and what writes a value as a line. Whatever its code prints goes
+    nowhere, what it reads is empty, and it ends with the process that started it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     # Ctrl-C is for the trainer, which finishes its step.
@@ -209,28 +219,34 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)
-    groups = os.fdopen(os.dup(0), encoding="utf-8")
+    lines = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def say(value: Any) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    order: dict[str, Any] = json.loads(sys.argv[1])
-    given: list[dict[str, Any]] = order["functions"]
-    functions: list[Score | GroupScore] = []
-    for function in given:
-        try:
-            functions.append(load_function(function, order["columns"]))
-        except Unusable as error:
-            say({"error": str(error)})
-            return
-    say({"ready": len(functions)})
-    labels = [str(function["label"]) for function in given]
-    count = int(order["concurrency"])
-    each = ThreadPoolExecutor(count).map if count > 1 else map
-    for line in groups:
-        say(score_group(functions, labels, json.loads(line), each=each))
+    yield lines, say
+
+
+def main() -> None:
+    """Load the functions, say so, and score groups until the input ends."""
+    with speaking_json() as (groups, say):
+        order: dict[str, Any] = json.loads(sys.argv[1])
+        given: list[dict[str, Any]] = order["functions"]
+        functions: list[Score | GroupScore] = []
+        for function in given:
+            try:
+                functions.append(load_function(function, order["columns"]))
+            except Unusable as error:
+                say({"error": str(error)})
+                return
+        say({"ready": len(functions)})
+        labels = [str(function["label"]) for function in given]
+        count = int(order["concurrency"])
+        each = ThreadPoolExecutor(count).map if count > 1 else map
+        for line in groups:
+            say(score_group(functions, labels, json.loads(line), each=each))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -20,9 +21,9 @@ from typing import IO, Any, Self
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import RewardConfig
-from yuan_train.data.prompts import Prompt, text_of
+from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.rl.experience import Sample
+from yuan_train.rl.experience import Sample, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class Scores:
 def reward_of(
     scores: Sequence[float | None], sample: Sample, config: RewardConfig, *, max_new_tokens: int
 ) -> float:
-    """The reward of an answer: the weighted sum, clipped; less the penalty of its length.
+    """The reward of an answer: the weighted sum and what an environment gave, clipped; less the penalty of
+    its length.
 
     Linear from 0 at `max_new_tokens - buffer` to `penalty` at `max_new_tokens`: DAPO, Yu et al. 2025
     (arXiv 2503.14476, eq. 13). With `truncated`, that is the reward of an answer that reached the limit.
@@ -51,7 +53,7 @@ def reward_of(
     if config.truncated is not None and sample.ended == "limit":
         return config.truncated
     pairs = zip(config.weights, scores, strict=True)
-    total = sum(weight * score for weight, score in pairs if score is not None)
+    total = sum(weight * score for weight, score in pairs if score is not None) + (sample.given or 0.0)
     if config.clip is not None:
         total = min(max(total, config.clip[0]), config.clip[1])
     buffer = config.overlong.buffer
@@ -122,7 +124,7 @@ class Scorers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for worker in self._workers:
-            _end(worker)
+            end_worker(worker.process)
         self._workers.clear()
 
     def score(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Scores]:
@@ -241,17 +243,11 @@ class Scorers:
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        _end(worker)
+        end_worker(worker.process)
 
     def _start(self) -> None:
         """Start a process, which begins to load the functions."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "yuan_train.rl.reward_worker", self._order],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = start_worker("yuan_train.rl.reward_worker", self._order)
         worker = _Worker(process, deadline=time.monotonic() + START_SECONDS)
         os.set_blocking(worker.input.fileno(), False)
         self._workers.append(worker)
@@ -321,14 +317,25 @@ def _scores(line: bytes) -> Scores:
     return Scores(tuple(tuple(row) for row in told["scores"]))
 
 
-def _end(worker: _Worker) -> None:
+def start_worker(module: str, order: str) -> subprocess.Popen[bytes]:
+    """Start a module as a process with an order, that reads and writes lines."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, order],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def end_worker(process: subprocess.Popen[bytes]) -> None:
     """End a process, and what it has started."""
     try:
-        os.killpg(worker.process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    worker.process.wait()
-    for pipe in (worker.process.stdin, worker.process.stdout):
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             try:
                 pipe.close()
@@ -336,10 +343,24 @@ def _end(worker: _Worker) -> None:
                 pass
 
 
+def turns_of(sample: Sample, tokenizer: Tokenizer | None) -> list[str]:
+    """The texts of an answer, the policy's and the environment's by turns, without what ends a turn."""
+    drawn = set(sample.drawn)
+    texts: list[str] = []
+    for is_drawn, group in itertools.groupby(range(len(sample.ids)), key=drawn.__contains__):
+        places = list(group)
+        is_whole = places[-1] + 1 < len(sample.ids) or sample.ended == "stop"
+        last = places[-1] if is_drawn and is_whole else places[-1] + 1
+        texts.append(text_of(sample.ids[places[0] : last], tokenizer))
+    return texts
+
+
 def answer_fields(
-    prompt: Prompt, samples: Sequence[Sample], tokenizer: Tokenizer | None
+    ticket: Ticket, samples: Sequence[Sample], tokenizer: Tokenizer | None
 ) -> list[Mapping[str, Any]]:
     """What reward functions get of each answer."""
+    prompt = ticket.prompt
+    assert prompt is not None
     return [
         {
             **prompt.columns,
@@ -351,6 +372,7 @@ def answer_fields(
             "ended": sample.ended,
             "ticket": sample.ticket,
             "sample": sample.number,
+            "turns": turns_of(sample, tokenizer),
         }
         for sample in samples
     ]

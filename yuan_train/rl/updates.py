@@ -24,8 +24,8 @@ from yuan_train.train.step import Trainer
 
 
 def lengths_of(groups: Sequence[Group]) -> list[int]:
-    """Tokens of each answer."""
-    return [len(sample.ids) for group in groups for sample in group.samples]
+    """Tokens of each answer that the policy drew."""
+    return [sample.num_drawn for group in groups for sample in group.samples]
 
 
 def token_advantages(
@@ -248,7 +248,7 @@ class Updater:
         trained = lengths
         if self._run.algorithm.mask_truncated:
             samples = [sample for group in part.groups for sample in group.samples]
-            trained = [len(sample.ids) for sample in samples if sample.ended != "limit"]
+            trained = [sample.num_drawn for sample in samples if sample.ended != "limit"]
         sampled = [p for group in part.groups for sample in group.samples for p in sample.log_probs]
 
         def put(values: Tensor | None) -> Tensor | None:
