@@ -4,7 +4,7 @@
     python tools/rl_tasks.py learn --task sum --seeds 3 --out runs/rl-learn
 
 `make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the
-answer a; `calculate`, `a b`, whose sum a calculator is to be asked for, and a tokenizer beside it; or
+answer a; `calculate`, `a`, for whose double a calculator is to be asked, and a tokenizer beside it; or
 `story`, first sentences of the quick start's stories. `learn` trains configs/run/rl-tiny.yaml on one of the
 first three, once for each seed, and prints the mean reward of the first step and of the last 20, of at most
 1.20, or 1.75 of `calculate`. `right` and `ends` are the rewards of that run, `asks` is that of `calculate`;
@@ -22,7 +22,7 @@ from pathlib import Path
 
 EQUALS, END = 10, 11
 STEPS = {"sum": 150, "copy": 40, "calculate": 200}
-WORDS = [*map(str, range(9)), "+", "=", "<end>"]
+WORDS = [*map(str, range(19)), "+", "=", "<end>"]
 """Of `calculate`."""
 
 
@@ -36,14 +36,13 @@ def ends(completion_ids: list[int], ended: str) -> float:
     return float(ended == "stop" and len(completion_ids) == 2)
 
 
-def asks(prompt: str, turns: list[str], sum: int) -> float:
-    """A tenth for each token of the first turn that says `a + b =`, before its first wrong one. For all of it
-    a half, with one word behind what the calculator says a quarter more, and 1 more if that is the sum."""
-    a, b = prompt.split()
-    wanted, said = [a, "+", b, "="], turns[0].split()
+def asks(prompt: str, turns: list[str], double: int) -> float:
+    """A tenth for each token of the first turn that says `a + a =`, before its first wrong one. For all of it
+    a half, with one word behind what the calculator says a quarter more, and 1 more if that is the double."""
+    wanted, said = [prompt, "+", prompt, "="], turns[0].split()
     if said == wanted:
         last = turns[2].split() if len(turns) == 3 else []
-        return 0.5 + 0.25 * (len(last) == 1) + (last == [str(sum)])
+        return 0.5 + 0.25 * (len(last) == 1) + (last == [str(double)])
     same = [one == other for one, other in zip(wanted, said, strict=False)]
     return 0.1 * (same.index(False) if False in same else len(same))
 
@@ -64,7 +63,7 @@ def prompts_of(task: str) -> list[dict[str, object]]:
         ways = [(name, place) for name in ("Anna", "Ben", "Clara", "David") for place in ("forest", "lake")]
         return [{"prompt": f"One day {name} walked to the {place}."} for name, place in ways]
     if task == "calculate":
-        return [{"prompt": f"{a} {b}", "sum": a + b} for a in range(5) for b in range(5)]
+        return [{"prompt": str(a), "double": 2 * a} for a in range(10)]
     if task == "copy":
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
