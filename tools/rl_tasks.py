@@ -97,7 +97,7 @@ def learn(task: str, seed: int, folder: Path, overrides: list[str]) -> tuple[flo
             f"data.tokenizer={folder}",
             f"model.vocab_size={len(WORDS)}",
             "environment=calculator",
-            "generation={max_new_tokens: 9, slots: 512}",
+            "generation={max_new_tokens: 8, slots: 512}",
         ]
     code = yuan_train(
         [

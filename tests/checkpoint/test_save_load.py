@@ -63,7 +63,7 @@ def test_a_file_that_a_writer_says_is_there_is_looked_for(
     """As on two nodes with a directory each: the writer reports success, and rank 0 does not see its file."""
     save(tmp_path, 1)
     save(tmp_path, 2)
-    write_tensors = saving._write_tensors  # pyright: ignore[reportPrivateUsage]
+    write_tensors = saving.write_tensors
 
     def write_elsewhere(temporary: Path, *arguments: Any) -> None:
         write_tensors(temporary, *arguments)
@@ -73,7 +73,7 @@ def test_a_file_that_a_writer_says_is_there_is_looked_for(
         else:
             os.truncate(file, file.stat().st_size // 2)
 
-    monkeypatch.setattr(saving, "_write_tensors", write_elsewhere)
+    monkeypatch.setattr(saving, "write_tensors", write_elsewhere)
     with pytest.raises(CheckpointError, match=r"step-00000003: cannot be written: __0_0\.distcp"):
         save(tmp_path, 3, keep=1)
     assert steps_in(tmp_path) == [2, 1] and find_checkpoint(tmp_path).step == 2

@@ -114,6 +114,7 @@ def test_every_fault_at_once() -> None:
         ("reward.functions=[]", "nothing gives a reward"),
         ("algorithm.clip=[1.0, 0.2]", "wanted less than 1"),
         ("data.template='Q: '", "has no {prompt}"),
+        ("checkpoint={in_memory: 4, directory: ck}", "in_memory: 4: is for training, not yet for"),
     ],
 )
 def test_one_fault(override: str, message: str) -> None:

@@ -9,7 +9,7 @@ from yuan_train.config.document import parse_document
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build, dump
 from yuan_train.config.model import load_model
-from yuan_train.config.run import RunConfig, load_run, validate_run
+from yuan_train.config.run import HostCopies, RunConfig, load_run, validate_run
 
 MODEL = """\
 name: toy
@@ -173,6 +173,11 @@ def test_a_model_on_the_command_line_is_relative_to_the_working_directory(folder
             "search: {time_limit: 60}",
             "search.time_limit: wanted a number with a unit, such as 10 us or 60 s; got 60",
         ),
+        (
+            "{directory: runs/tiny/checkpoints, every: 50,",
+            "{in_memory: 10,",
+            "run.yaml:14: checkpoint.in_memory: 10, but there is no checkpoint.directory, from which a run",
+        ),
         ("search: {}", "serch: {}", "serch: unknown key 'serch'; did you mean 'search'?"),
     ],
 )
@@ -194,6 +199,16 @@ def test_what_compiled_layers_cannot_do(folder: Path) -> None:
         "search.tensor: [1, 2] shares each layer, and the collectives inside cannot be compiled",
     ):
         assert words in reported
+
+
+def test_state_on_disks_is_not_copied_to_memory(folder: Path) -> None:
+    disks = ("search={offload: [optimizer, disk]}", "memory.disk_directory=/tmp")
+    load(folder, RUN, *disks)
+    reported = refusal(folder, RUN, *disks, "checkpoint.in_memory=10")
+    assert "search.offload: disk, but checkpoint.in_memory would copy what is there to host" in reported
+    copies = load(folder, RUN, "checkpoint.in_memory=10").host_copies
+    assert copies == HostCopies(kept=2, trained_bytes=12, frozen_bytes=2)
+    assert copies.keys == "checkpoint.in_memory" and not load(folder).host_copies.keys
 
 
 def test_no_tokenizer_where_document_ends_do_not_matter(folder: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from tests.support.supervised import (
     SECONDS,
     entries,
     group_of,
+    lose_node,
     make_supervised,
     slowed,
     steps_done,
@@ -25,6 +29,7 @@ from tests.support.supervised import (
     wait_until,
     words,
 )
+from yuan_train.checkpoint.in_memory import run_folder
 
 STEPS = 30
 
@@ -63,6 +68,31 @@ def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
     for found, wanted in zip(read_metrics(tmp_path / "log"), alone, strict=False):
         assert found["step"] == wanted["step"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_lost_node_costs_a_few_steps(project: Path, tmp_path: Path) -> None:
+    """What it had done since the last step in its neighbour's memory; nothing is on disk yet."""
+    keep = 4
+    with supervised(project, tmp_path, *words(100_000), f"checkpoint.in_memory={keep}") as process:
+        wait_until(lambda: steps_done(tmp_path) >= 10, tmp_path)
+        time.sleep(random.Random(1).uniform(0, 1))
+        (tmp_path / "down-b").touch()
+        lose_node("b", tmp_path)
+        done = steps_done(tmp_path)
+        wait_until(lambda: [e.event for e in entries(tmp_path)] == ["started", "moved"], tmp_path)
+        wait_until(lambda: steps_done(tmp_path) >= done + keep, tmp_path)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=SECONDS) == 0
+    said = (tmp_path / "out").read_text()
+    found = re.search(r"resumed from /dev/shm/\S+ after step (\d+)", said)
+    assert "the newest checkpoint is in the memory of a; there is none on disk" in said and found, said
+    assert done - keep <= int(found[1]) <= done
+    lines, alone = read_metrics(tmp_path / "log"), read_metrics(project / "alone")
+    for line, wanted in zip(lines, alone, strict=False):
+        assert line["step"] == wanted["step"]
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    assert not run_folder(tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import yaml
 
 from tests.support.project import make_project, read_metrics
 from tests.support.ranks import Case, run_alone
+from yuan_train.checkpoint.in_memory import run_folder
 from yuan_train.report.run_log import Entry, read_journal
 
 SECONDS = 300.0
@@ -81,6 +83,14 @@ def group_of(node: str, folder: Path) -> int:
             if wanted <= set((entry / "cmdline").read_bytes().split(b"\0")):
                 return os.getpgid(int(entry.name))
     raise AssertionError(f"{node} has no agent")
+
+
+def lose_node(node: str, folder: Path) -> None:
+    """Kill all that runs on a node for the run of a folder, with what the node has in memory."""
+    os.killpg(group_of(node, folder), signal.SIGKILL)
+    # What is killed may still write for a moment.
+    time.sleep(0.3)
+    shutil.rmtree(run_folder(folder / "checkpoints") / node, ignore_errors=True)
 
 
 def wait_until(is_so: Callable[[], bool], folder: Path) -> None:

@@ -14,14 +14,16 @@ from tests.support.fake_card import FakeCard
 from tests.support.project import MODEL, make_plan, make_project, run_config, with_forecast
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.config.plan import (
     PipelinePlan,
     Plan,
     RankPlan,
     StagePlan,
+    copied_bytes,
     snapshot_bytes,
 )
+from yuan_train.config.run import HostCopies
 from yuan_train.parallel.device import CardFacts, CardMemory
 from yuan_train.train import cards
 from yuan_train.train import job as job_module
@@ -302,8 +304,25 @@ def test_saves_in_the_background_count_in_the_memory_of_the_host() -> None:
     both = replace(plan, pipelines=(pipeline, pipeline))
     assert snapshot_bytes(both, {0, 1}, bytes_per_parameter=12) == 12 * plan.model.parameters
     assert host_note(plan, plan.ranks[0], 9.0 * GIB) is None
-    note = host_note(plan, plan.ranks[0], 9.0 * GIB, copied=12)
+    note = host_note(plan, plan.ranks[0], 9.0 * GIB, copies=HostCopies(snapshots=1))
     assert note is not None and "(checkpoint.asynchronous)" in note and "put 9.0 GiB on the host and" in note
+
+
+def test_copies_in_memory_are_counted_on_two_hosts() -> None:
+    """Two of each, of the own ranks and of the node before; of frozen weights the weights alone."""
+    plan = forecast_plan()
+    nodes = tuple(replace(rank, device=f"{node}/0") for rank, node in zip(plan.ranks, "ab", strict=True))
+    plan = replace(plan, ranks=nodes)
+    state, copies = 12 * plan.model.parameters, HostCopies(kept=2)
+    assert copied_bytes(plan, "a", copies) == copied_bytes(plan, "b", copies) == 2 * state
+    alone = replace(plan, ranks=tuple(replace(rank, device=f"a/{rank.rank}") for rank in plan.ranks))
+    assert copied_bytes(alone, "a", copies) == 2 * state
+    assert copied_bytes(alone, "a", HostCopies(snapshots=1, kept=2)) == 3 * state
+    adapters = replace(plan, model=replace(plan.model, lora=LoraConfig(rank=4)))
+    trained = sum(adapters.model.trained_unit_parameters)
+    frozen = adapters.model.parameters - trained
+    found = copied_bytes(adapters, "a", HostCopies(kept=2, frozen_bytes=2))
+    assert found == pytest.approx(2 * (12 * trained + 2 * frozen)) and frozen > trained
 
 
 def test_who_else_is_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,21 @@ Three nodes of one to two ranks each train a small model over loopback. At rando
 or a node is killed, stopped or told to go; a node that has gone comes back after some seconds. After each
 fault the run has to take another step within `LIMIT` seconds, and the journal to name the node. At the end
 all checkpoints are whole, and the losses are those of one process.
+
+And nodes alone, killed with all that they have in memory, of a run that has no checkpoint on disk.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ from tests.support.project import difference, read_metrics
 from tests.support.supervised import (
     entries,
     group_of,
+    lose_node,
     make_supervised,
     ranks_of,
     steps_done,
@@ -33,6 +37,10 @@ from tests.support.supervised import (
 )
 from tools.bench.harness import MISSED, Row, case
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in
+
+LOST = "a node is lost"
+MakeFault = Callable[[Path, str, random.Random], None]
+"""Makes a fault of a node, in a run's folder."""
 
 CARDS = {"a": 2, "b": 1, "c": 1}
 LIMIT = 90.0
@@ -67,18 +75,37 @@ class Fault:
 )
 def campaign(faults: int, seed: int) -> Iterator[Row]:
     """By kind of fault: how many, seconds to the next new step, steps made again, and ends without a name."""
-    chance = random.Random(seed)
+    yield from _campaign(KINDS, faults, random.Random(seed), f"checkpoint.every={EVERY}")
+
+
+@case(
+    "faults/in_memory",
+    formats={"median s": ".1f", "most s": ".1f", "goodput": ".0%", "loss differs": ".0e"},
+    faults=(8,),
+    seed=(0,),
+    steps=(4,),
+)
+def in_memory(faults: int, seed: int, steps: int) -> Iterator[Row]:
+    """Lost nodes of a run that keeps every so many steps in memory: what is made again is at most as many."""
+    kinds = {LOST: _lose_node}
+    for row in _campaign(kinds, faults, random.Random(seed), f"checkpoint.in_memory={steps}"):
+        if row.get("steps again", 0) > steps:
+            row[MISSED] = f"{row['steps again']} steps were made again"
+        yield row
+
+
+def _campaign(kinds: Mapping[str, MakeFault], faults: int, chance: random.Random, more: str) -> Iterator[Row]:
+    """Make faults of some kinds, one after another; `more` changes the run."""
     with tempfile.TemporaryDirectory() as name:
         project, folder = Path(name) / "project", Path(name) / "run"
         project.mkdir()
         folder.mkdir()
         make_supervised(project, CARDS, steps=1)
-        more = (f"checkpoint.every={EVERY}", "train.timeout=10 s", *words(1_000_000))
         started = time.monotonic()
-        with supervised(project, folder, *more) as process:
+        with supervised(project, folder, more, "train.timeout=10 s", *words(1_000_000)) as process:
             found: list[Fault] = []
             while len(found) < faults and (not found or found[-1].seconds < LIMIT):
-                found.append(make_fault(folder, chance))
+                found.append(make_fault(folder, chance, kinds))
                 print(found[-1], file=sys.stderr, flush=True)
             process.send_signal(signal.SIGTERM)
             code = process.wait(timeout=2 * LIMIT)
@@ -87,29 +114,29 @@ def campaign(faults: int, seed: int) -> Iterator[Row]:
         yield _whole_row(project, folder, found, code=code, seconds=seconds)
 
 
-def make_fault(folder: Path, chance: random.Random) -> Fault:
+def make_fault(folder: Path, chance: random.Random, kinds: Mapping[str, MakeFault]) -> Fault:
     """Wait until the run has made some steps, make a fault, and wait until it has made a new one."""
     before = steps_done(folder)
     _await(lambda: steps_done(folder) >= before + QUIET or None, 2 * LIMIT)
     time.sleep(chance.uniform(0.0, 2.0))
-    kind = chance.choice(list(KINDS))
+    kind = chance.choice(list(kinds))
     # One that waits to be let in has no ranks.
     node = chance.choice([node for node in CARDS if ranks_of(node, folder)])
-    noted, began = len(entries(folder)), time.monotonic()
-    KINDS[kind](folder, node, chance)
+    noted, starts, began = len(entries(folder)), len(_starts(folder)), time.monotonic()
+    kinds[kind](folder, node, chance)
     (folder / f"down-{node}").unlink(missing_ok=True)
     # Whatever was under way has come to its end by then: a rank's line, or the launchers' ten seconds.
     step = _last_step(folder)
     patience = 15.0 if kind == "a node is stopped" else LIMIT
     told = _await(lambda: entries(folder)[noted:] or None, patience) or []
-    saved = next((at for at in steps_in(folder / "checkpoints")), 0)
     goes_on = _await(lambda: _last_step(folder) > step or None, LIMIT)
     told = entries(folder)[noted:]
     return Fault(
         kind,
         node,
         seconds=time.monotonic() - began if goes_on else float("inf"),
-        lost=max(step - saved, 0) if told else 0,
+        # Without a line of its own, a start is from the first step.
+        lost=max(step - next(iter(_starts(folder)[starts:]), 0), 0) if told else 0,
         # A node that was stopped for a moment has kept nobody.
         is_named=not told or any(word in entry.reason for entry in told for word in _names_of(node)),
         said=told[0].reason if told else "",
@@ -120,6 +147,17 @@ def _names_of(node: str) -> tuple[str, ...]:
     """How the journal may call what is on a node: itself, its cards, and the first of all ranks."""
     first = ("rank 0:",) if node == next(iter(CARDS)) else ()
     return (f"{node} went", f"{node} had to go", f"({node}/", f"(on {node})", *first)
+
+
+def _starts(folder: Path) -> list[int]:
+    """The steps from which the run has gone on, in turn."""
+    return [
+        int(step) for step in re.findall(r"^resumed from \S+ after step (\d+)", _said(folder), re.MULTILINE)
+    ]
+
+
+def _said(folder: Path) -> str:
+    return (folder / "out").read_text(errors="replace")
 
 
 def _last_step(folder: Path) -> int:
@@ -137,6 +175,12 @@ def _stop_rank(folder: Path, node: str, chance: random.Random) -> None:
 def _kill_node(folder: Path, node: str, chance: random.Random) -> None:
     (folder / f"down-{node}").touch()
     os.killpg(group_of(node, folder), signal.SIGKILL)
+    time.sleep(chance.uniform(0.0, 8.0))
+
+
+def _lose_node(folder: Path, node: str, chance: random.Random) -> None:
+    (folder / f"down-{node}").touch()
+    lose_node(node, folder)
     time.sleep(chance.uniform(0.0, 8.0))
 
 
@@ -164,18 +208,17 @@ KINDS = {
 
 
 def _rows(found: list[Fault]) -> Iterator[Row]:
-    for kind in KINDS:
+    for kind in sorted({fault.kind for fault in found}, key=[*KINDS, LOST].index):
         own = [fault for fault in found if fault.kind == kind]
-        if own:
-            yield {
-                "fault": kind,
-                "times": len(own),
-                "median s": statistics.median(fault.seconds for fault in own),
-                "most s": max(fault.seconds for fault in own),
-                "steps again": max(fault.lost for fault in own),
-                "unnamed": sum(not fault.is_named for fault in own),
-                MISSED: "" if all(fault.seconds < LIMIT for fault in own) else "the run did not go on",
-            }
+        yield {
+            "fault": kind,
+            "times": len(own),
+            "median s": statistics.median(fault.seconds for fault in own),
+            "most s": max(fault.seconds for fault in own),
+            "steps again": max(fault.lost for fault in own),
+            "unnamed": sum(not fault.is_named for fault in own),
+            MISSED: "" if all(fault.seconds < LIMIT for fault in own) else "the run did not go on",
+        }
 
 
 def _whole_row(project: Path, folder: Path, found: list[Fault], *, code: int, seconds: float) -> Row:

@@ -64,6 +64,9 @@ class Checkpoint:
         path = self.path / TOKENIZER
         return path if path.is_dir() else None
 
+    def bring(self, tensors: Tensors) -> None:
+        """See that all from which tensors are filled lies at `path`; collective over all ranks."""
+
 
 def find_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint at `path`: a step's directory, or a directory of them (then the newest complete one).
@@ -129,6 +132,8 @@ def _load(checkpoint: Checkpoint, reader: Reader, tensors: Tensors, *, no_dist: 
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(wrong[:5])}{more}")
+    if not no_dist:
+        checkpoint.bring(tensors)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -50,7 +50,7 @@ def save_checkpoint(
     temporary, final = directory / f".{step_name(step)}.tmp", directory / step_name(step)
     try:
         _on_rank_zero(lambda: make_empty_directory(temporary), group)
-        _write_tensors(temporary, tensors, group)
+        write_tensors(temporary, tensors, group)
         _on_rank_zero(lambda: finish(temporary, final, state, tokenizer), group)
     except (OSError, CheckpointException) as error:
         _remove_temporary(temporary)
@@ -70,8 +70,11 @@ def make_empty_directory(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def _write_tensors(temporary: Path, tensors: Tensors, group: dist.ProcessGroup | None) -> None:
-    """Write the tensors of all ranks; collective over `group`."""
+def write_tensors(temporary: Path, tensors: Tensors, group: dist.ProcessGroup | None) -> None:
+    """Write the tensors of all ranks, each rank its own file; collective over `group`.
+
+    The directory may be another one on each node; rank 0 writes `.metadata`. Raises CheckpointException.
+    """
     with warnings.catch_warnings():
         # A single process without torch.distributed is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

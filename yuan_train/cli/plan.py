@@ -236,7 +236,7 @@ def _find_plan(
     from yuan_train.planner.search.saves import search_beside_saves, with_saves
     from yuan_train.planner.search.what_if import find_largest, rent_plan
 
-    copied = run_config.copied_bytes
+    copies = run_config.host_copies
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     cluster = problem.cluster
     has_prices = all(cluster.node_price(group) is not None for group in cluster.nodes)
@@ -247,12 +247,12 @@ def _find_plan(
                 "cluster, --largest among models; leave one of them out"
             )
         rent = rent_plan(problem, search, micro_batch_size=size, num_steps=run_config.train.steps)
-        return problem, with_saves(rent.chosen.result, problem, copied), rent
+        return problem, with_saves(rent.chosen.result, problem, copies), rent
     if arguments.largest:
         largest = find_largest(problem, search, micro_batch_size=size)
         print(_largest_words(largest), file=sys.stderr)
-        return largest.problem, with_saves(largest.result, largest.problem, copied), None
-    return problem, search_beside_saves(problem, search, micro_batch_size=size, copied=copied), None
+        return largest.problem, with_saves(largest.result, largest.problem, copies), None
+    return problem, search_beside_saves(problem, search, micro_batch_size=size, copies=copies), None
 
 
 def problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None) -> PlanProblem:

@@ -110,7 +110,8 @@ def _be_agent(
 
     def find_plan(here: Sequence[str], pace: Pace) -> Plan:
         search, size = run_config.feasible_search, run_config.train.micro_batch_size
-        return plan_at_pace(problem_here(here), pace, search, micro_batch_size=size)
+        copies = run_config.host_copies
+        return plan_at_pace(problem_here(here), pace, search, micro_batch_size=size, copies=copies)
 
     def price_plan(plan: Plan, here: Sequence[str], pace: Pace) -> float:
         return step_at_pace(problem_here(here), pace, plan)

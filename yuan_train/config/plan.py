@@ -19,7 +19,7 @@ from yuan_train.config.architecture import HALVES, half_of, is_trained, layer_ta
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import CATALOGUE, Backend, DeviceType, find_card
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.run import Recompute, RunConfig, ScheduleName
+from yuan_train.config.run import HostCopies, Recompute, RunConfig, ScheduleName
 
 Count = Annotated[int, Gt(0)]
 
@@ -478,11 +478,29 @@ def stage_unit_range(plan: Plan, stage: StagePlan) -> range:
     return range(0 if stage.embedding else first, len(borders) if stage.head else end)
 
 
-def snapshot_bytes(plan: Plan, ranks: Collection[int], *, bytes_per_parameter: int) -> float:
-    """What a save in the background copies to the hosts of these ranks: over all ranks, the state of each
-    trained parameter once, of which all that hold it write equal parts."""
-    trained, total = plan.model.trained_unit_parameters, 0.0
-    for unit, size in enumerate(trained):
+def copied_bytes(plan: Plan, node: str, copies: HostCopies) -> float:
+    """What checkpoints copy to the host of a node, of its own ranks and of the node whose neighbour it is."""
+    ranks: dict[str, set[int]] = {}
+    for entry in sorted(plan.ranks, key=lambda entry: entry.rank):
+        ranks.setdefault(node_of(entry), set()).add(entry.rank)
+    names = list(ranks)
+    before = ranks[names[names.index(node) - 1]] if len(names) > 1 else set[int]()
+    sizes = {"bytes_per_parameter": copies.trained_bytes, "frozen_bytes": copies.frozen_bytes}
+    own = (copies.snapshots + copies.kept) * snapshot_bytes(plan, ranks[node], **sizes)
+    return own + copies.kept * snapshot_bytes(plan, before, **sizes)
+
+
+def snapshot_bytes(
+    plan: Plan, ranks: Collection[int], *, bytes_per_parameter: int, frozen_bytes: int = 0
+) -> float:
+    """What a checkpoint has of these ranks: over all ranks, the state of each parameter once, of which all
+    that hold it write equal parts.
+
+    `bytes_per_parameter` is that of a trained one, `frozen_bytes` of any other.
+    """
+    trained, every, total = plan.model.trained_unit_parameters, plan.model.unit_parameters, 0.0
+    for unit, (own, all_) in enumerate(zip(trained, every, strict=True)):
+        size = own * bytes_per_parameter + (all_ - own) * frozen_bytes
         # The embedding lies with the first layer, the head with the last.
         layer = min(max(unit - 1, 0), plan.model.num_layers - 1)
         holders = [
@@ -492,7 +510,7 @@ def snapshot_bytes(plan: Plan, ranks: Collection[int], *, bytes_per_parameter: i
             if stage.layers[0] < layer + 1 and layer < stage.layers[1]
             for rank in stage.ranks
         ]
-        total += size * bytes_per_parameter * sum(rank in ranks for rank in holders) / len(holders)
+        total += size * sum(rank in ranks for rank in holders) / len(holders)
     return total
 
 

@@ -494,6 +494,11 @@ def validate_rl(run: RLConfig) -> Iterator[Violation]:
             "in_flight, but in sync mode engines wait for the weights of each batch; leave it out, or set "
             "schedule.mode: async",
         )
+    if run.checkpoint.in_memory:
+        yield Violation(
+            ("checkpoint", "in_memory"),
+            f"{run.checkpoint.in_memory}: is for training, not yet for reinforcement learning; set it to 0",
+        )
     evaluation = run.evaluation
     for key in ("every", "at_start"):
         if getattr(evaluation, key) and run.data.evaluation is None:

@@ -269,6 +269,9 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0: only at the end and on SIGTERM."""
     keep: Annotated[int, Ge(0)] = 0
     """How many of the newest checkpoints are kept; 0: all."""
+    in_memory: Annotated[int, Ge(0)] = 0
+    """Steps between two checkpoints in the hosts' memory, each node's also in its neighbour's: a lost node
+    costs at most so many steps. 0: none. See docs/supervise.md."""
     asynchronous: bool = False
     """Training continues while a checkpoint is written from a copy in host memory: 12 bytes per parameter on
     the rank that writes it. The next save and the end of the run wait for the save in progress."""
@@ -392,6 +395,26 @@ class SuperviseConfig:
     """The same fault so many times without a step in between, and without a lost node, ends the run."""
 
 
+@dataclass(frozen=True)
+class HostCopies:
+    """How often hosts have in memory what their ranks write of a checkpoint, and what that is."""
+
+    snapshots: int = 0
+    """On the own host, by saves in the background."""
+    kept: int = 0
+    """On the own host and a neighbour's each, by checkpoint.in_memory."""
+    trained_bytes: int = 12
+    """Of a trained parameter: the master and both means."""
+    frozen_bytes: int = 4
+    """Of any other one."""
+
+    @property
+    def keys(self) -> str:
+        """The keys of the run that ask for them."""
+        names = {"checkpoint.asynchronous": self.snapshots, "checkpoint.in_memory": self.kept}
+        return ", ".join(name for name, number in names.items() if number)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run, including its model."""
@@ -421,14 +444,21 @@ class RunConfig:
             object.__setattr__(self, "model", replace(self.model, lora=self.lora))
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes that saves in the background copy of each trained parameter to its host; 0: there are none.
+    def host_copies(self) -> HostCopies:
+        """What checkpoints take of the hosts' memory: masters and both means, of fp32 at least.
 
-        Masters and both means, of fp32 at least. On cards they are pinned at the first save, and kept.
+        On cards those of saves in the background are pinned at the first save, and kept.
         """
-        if not self.checkpoint.asynchronous or self.checkpoint.directory is None:
-            return 0
-        return 3 * (8 if self.train.precision == "fp64" else 4)
+        if self.checkpoint.directory is None:
+            return HostCopies()
+        size = {"fp64": 8, "fp32": 4}.get(self.train.precision, 2)
+        return HostCopies(
+            snapshots=int(self.checkpoint.asynchronous),
+            # The newest whole one, and the one that is being written.
+            kept=2 if self.checkpoint.in_memory else 0,
+            trained_bytes=3 * max(size, 4),
+            frozen_bytes=size,
+        )
 
     @property
     def feasible_search(self) -> SearchConfig:
@@ -467,6 +497,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
             f"{train.micro_batch_size} (train.micro_batch_size)",
         )
     yield from _loss_scale_constraints(train)
+    yield from memory_copy_constraints(run.checkpoint)
     yield from objective_constraints(run)
     yield from log_constraints(run)
     yield from deadline_constraints(run.search.objective, run.search.deadline)
@@ -549,6 +580,16 @@ def objective_constraints(run: RunConfig) -> Iterator[Violation]:
     if objective.kind == "dpo" and run.checkpoint.directory is not None and run.log.directory is None:
         what = "the reference's log-probabilities are kept there (reference.npy) for a run that is resumed"
         yield Violation(("log", "directory"), f"missing; {what}")
+
+
+def memory_copy_constraints(checkpoint: CheckpointConfig) -> Iterator[Violation]:
+    """Yield what checkpoints in the hosts' memory lack."""
+    if checkpoint.in_memory and checkpoint.directory is None:
+        yield Violation(
+            ("checkpoint", "in_memory"),
+            f"{checkpoint.in_memory}, but there is no checkpoint.directory, from which a run goes on when "
+            "copies are lost; give one, or set in_memory: 0",
+        )
 
 
 def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:
@@ -734,6 +775,8 @@ def _disk_constraints(run: RunConfig) -> Iterator[Violation]:
         what = "disk, but memory.disk_directory is not given; give a directory on a local disk"
     elif run.checkpoint.asynchronous:
         what = "disk, but checkpoint.asynchronous would copy what is there to host memory; set it to false"
+    elif run.checkpoint.in_memory:
+        what = "disk, but checkpoint.in_memory would copy what is there to host memory; set it to 0"
     elif "optimizer" not in run.search.tiers:
         what = "disk holds what hosts have no room for: name optimizer too"
     else:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from yuan_train.checkpoint.in_memory import remove_copies
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in
 from yuan_train.config.errors import CAUSE, NoPlanFits
 from yuan_train.config.load import dump, write_text
@@ -216,6 +217,9 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
                 signals.waits = False
                 ended = room.ended() if current is None else _take_part(job, room, current, agent, signals)
                 if ended is not None:
+                    if not ended.code:
+                        # All is saved; of a node that the last plan has left out, this is the last process.
+                        remove_copies(job.run.checkpoint.directory or "", node)
                     return ended.code
                 if signals.leaves:
                     return 0
@@ -338,8 +342,8 @@ class Lead:
         self._journal = Journal(job.folder)
         self._plan: Plan | None = None
         self._began = self._looked = time.monotonic()
-        self._first_step = saved_step(job.run)
-        """The newest one that was saved when the round began."""
+        self._first_step = last_step(job.run)
+        """The last one that was done when the round began; less once the log shows that it goes on before."""
         self._has_stepped = False
         self._considered: tuple[str, ...] = ()
         """Nodes that wait, of which it is decided whether they are let in."""
@@ -386,7 +390,10 @@ class Lead:
         self._looked = time.monotonic()
         if self._plan is not None and not self._has_stepped:
             # A run that has not made a step yet is not moved: that could go on for ever.
-            self._has_stepped = last_step(self._job.run) > self._first_step
+            step = last_step(self._job.run)
+            self._has_stepped = step > self._first_step
+            # The ranks strike out of the log what they make again.
+            self._first_step = min(self._first_step, step)
             if not self._has_stepped:
                 return
             self._room.remember("move_seconds", time.monotonic() - self._began)

@@ -171,9 +171,9 @@ def _memory_notes(job: Job) -> Iterator[str]:
         note = check_card_memory(entry, needs, memory, facts)
         if note is not None:
             yield note
-    copied = job.run.copied_bytes
-    if needs.host or copied:
-        note = host_note(job.plan, entry, available_bytes(), copied=copied)
+    copies = job.run.host_copies
+    if needs.host or copies.keys:
+        note = host_note(job.plan, entry, available_bytes(), copies=copies)
         if note is not None:
             yield note
 

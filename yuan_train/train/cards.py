@@ -24,7 +24,8 @@ from torch.cuda import nccl
 
 from yuan_train.config.devices import CATALOGUE, DeviceType, find_card
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.plan import Plan, RankPlan, is_real_card, node_of, snapshot_bytes
+from yuan_train.config.plan import Plan, RankPlan, copied_bytes, is_real_card, node_of
+from yuan_train.config.run import HostCopies
 from yuan_train.config.units import show_bytes
 from yuan_train.models import compiled
 from yuan_train.parallel.device import CardFacts, CardMemory, cuda_of_driver
@@ -263,20 +264,21 @@ def check_card_memory(entry: RankPlan, needs: Needs, memory: CardMemory, card: C
     )
 
 
-def host_note(plan: Plan, entry: RankPlan, available: float, *, copied: int = 0) -> str | None:
-    """A note of the first rank of a node whose ranks put more on the host than is available there.
-
-    `copied`: bytes of each trained parameter that saves in the background copy there; 0: there are none.
-    """
+def host_note(
+    plan: Plan, entry: RankPlan, available: float, *, copies: HostCopies | None = None
+) -> str | None:
+    """A note of the first rank of a node whose ranks put more on the host than is available there; `copies`
+    are those of saves."""
     node = node_of(entry)
     own = [other for other in plan.ranks if node_of(other) == node]
     if own[0] != entry:
         return None
     forecast = sum(needs.host for other in own if (needs := needs_of(plan, other.rank)) is not None)
-    snapshot = snapshot_bytes(plan, {other.rank for other in own}, bytes_per_parameter=copied)
-    if forecast + snapshot <= available:
+    copies = copies or HostCopies()
+    copied = copied_bytes(plan, node, copies)
+    if forecast + copied <= available:
         return None
-    saves = f" and saves copy {show_bytes(snapshot)} there (checkpoint.asynchronous)" if snapshot else ""
+    saves = f" and saves copy {show_bytes(copied)} there ({copies.keys})" if copied else ""
     return (
         f"node {node}: by the plan's forecast its {len(own)} ranks put {show_bytes(forecast)} on the "
         f"host{saves}, of which {show_bytes(available)} are available now"

@@ -30,6 +30,7 @@ from yuan_train.train.build import build_engine
 from yuan_train.train.ending import StopRequest, ending_together, stop_on_sigterm
 from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, StepRequest, StepResult
 from yuan_train.train.job import Job
+from yuan_train.train.keeper import Keeper, find_in_memory, keeping
 from yuan_train.train.memory import explaining_memory, keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.metrics import Log, is_logged
 from yuan_train.train.optimizer import learning_rate
@@ -62,7 +63,7 @@ def agree_on_job(job: Job) -> Job:
     check_cards(job)
     if job.run.checkpoint.directory is not None:
         check_same_directory(job.run.checkpoint.directory)
-    return find_resume_together(job)
+    return find_in_memory(find_resume_together(job))
 
 
 def run_loop(
@@ -82,6 +83,8 @@ def run_loop(
         engine.reading(),
         stop_on_sigterm(tell_stop) as stop_requested,
         _open_log(job, progress) as log,
+        # Outside of the saver, whose end is when all is on disk.
+        keeping(job, engine, log) as keeper,
         make_saver(job, engine, log) as saver,
         watching(
             engine.world.grid,
@@ -100,7 +103,10 @@ def run_loop(
             log.say(
                 f"nothing left to train: train.steps is {job.run.train.steps}, and {progress.step} are done"
             )
-        progress = _run_steps(job, engine, progress, log, saver, stop_requested)
+        if keeper is not None and 0 < progress.step < job.run.train.steps:
+            # The nodes are others than before: another one may be lost before the next step that is kept.
+            keeper.keep(progress)
+        progress = _run_steps(job, engine, progress, log, (saver, keeper), stop_requested)
         if saver.started != progress.step:
             save_progress(job, engine, progress, saver)
 
@@ -184,10 +190,16 @@ def _blend_differs(job: Job) -> bool:
 
 
 def _run_steps(
-    job: Job, engine: Engine, progress: Progress, log: Log | None, saver: Saver, stop_requested: StopRequest
+    job: Job,
+    engine: Engine,
+    progress: Progress,
+    log: Log | None,
+    savers: tuple[Saver, Keeper | None],
+    stop_requested: StopRequest,
 ) -> Progress:
     """Train from `progress` to the last step, logging and saving on the way; the progress at the end."""
     run, clock = job.run, device_clock(job.device)
+    saver, keeper = savers
     tracer = Tracer(run.train.trace, run.log.directory, grid=engine.world.grid, coord=engine.world.coord)
     while progress.step < run.train.steps:
         request = _request(job, progress, stop=stop_requested.heard() or saver.failed())
@@ -200,6 +212,9 @@ def _run_steps(
             _check_weights(job, engine, progress.step, saver)
         if log is not None:
             log.write(engine.describe(job, StepRecord(progress, request, result, measured, evaluation)))
+        if keeper is not None and progress.step % run.checkpoint.in_memory == 0:
+            with clock.paused():
+                keeper.keep(progress)
         is_due = run.checkpoint.every and progress.step % run.checkpoint.every == 0
         if is_due or engine.kept_step == progress.step:
             with clock.paused():

@@ -13,11 +13,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from yuan_train.checkpoint.in_memory import KeptCheckpoint
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import HostMemoryError
@@ -184,10 +185,12 @@ def make_saver(job: Job, engine: Engine, log: Log | None) -> Saver:
 
 
 def _saved_step(job: Job) -> int | None:
-    """Step of the checkpoint that the run resumed from, if it is in the run's own directory."""
+    """Step of the newest checkpoint in the run's own directory, if the run resumed from it or from memory."""
     directory = job.run.checkpoint.directory
     if job.checkpoint is None or directory is None:
         return None
+    if isinstance(job.checkpoint, KeptCheckpoint):
+        return job.checkpoint.disk_step
     return job.checkpoint.step if job.checkpoint.path.parent.resolve() == Path(directory).resolve() else None
 
 
@@ -205,9 +208,14 @@ def save_progress(job: Job, engine: Engine, progress: Progress, saver: Saver) ->
         job.run.checkpoint.directory,
         step=progress.step,
         tensors=saver.snapshots.take(tensors) if saver.snapshots is not None else tensors,
-        state={**to_state(progress, job.run), **engine.state(), "kept_step": engine.kept_step},
+        state=checkpoint_state(job, engine, progress),
         tokenizer=job.tokenizer.path if job.tokenizer is not None else None,
         keep=job.run.checkpoint.keep,
         group=saver.group,
     )
     saver.start(progress.step, save)
+
+
+def checkpoint_state(job: Job, engine: Engine, progress: Progress) -> dict[str, Any]:
+    """What a checkpoint holds beside the tensors: plain JSON values."""
+    return {**to_state(progress, job.run), **engine.state(), "kept_step": engine.kept_step}

@@ -102,11 +102,13 @@ def test_hosts_have_room_for_saves_in_the_background_too(
     for more in ((), ("checkpoint.asynchronous=true", f"checkpoint.directory={tmp_path}")):
         assert main(["plan", *files, *keys, "search.effort=quick", *more]) == 0
         said = capsys.readouterr().out
-        assert ("saves in the background (checkpoint.asynchronous) copy" in said) == bool(more)
+        assert ("saves (checkpoint.asynchronous) copy" in said) == bool(more)
         assert "more than it has" not in said
         plan = load_plan(out)
         assert plan.forecast is not None
         kept.append(sum(stage.host_memory_bytes for stage in plan.forecast.stages))
         copied = snapshot_bytes(plan, {0, 1}, bytes_per_parameter=12)
     assert copied == 12 * plan.model.parameters
+    assert main(["plan", *files, *keys, "checkpoint.in_memory=10", f"checkpoint.directory={tmp_path}"]) == 0
+    assert "saves (checkpoint.in_memory) copy" in capsys.readouterr().out
     assert kept[0] + copied > 60 * GIB >= kept[1] + copied

@@ -14,10 +14,10 @@ from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, uncatalogued_types
 from yuan_train.config.profile import GenerationProfile, HostProfile, Profile, ProfileEntry, UnitProfile
-from yuan_train.config.run import SearchConfig
+from yuan_train.config.run import HostCopies, SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.search import search_plan
+from yuan_train.planner.search.saves import search_beside_saves
 from yuan_train.planner.search.what_if import with_nodes
 
 Pace = Mapping[str, float]
@@ -27,10 +27,21 @@ LEAST = 0.1
 """What a pace is rounded to: cards that differ by less are of one type."""
 
 
-def plan_at_pace(problem: PlanProblem, pace: Pace, search: SearchConfig, *, micro_batch_size: int) -> Plan:
-    """The fastest plan for cards of that pace, which the forecast counts. Raises as `search_plan`."""
+def plan_at_pace(
+    problem: PlanProblem,
+    pace: Pace,
+    search: SearchConfig,
+    *,
+    micro_batch_size: int,
+    copies: HostCopies | None = None,
+) -> Plan:
+    """The fastest plan for cards of that pace, which the forecast counts, beside what saves copy to hosts.
+
+    Raises as `search_plan`.
+    """
     slowed, types = _with_pace(problem, pace)
-    plan = search_plan(slowed, search, micro_batch_size=micro_batch_size).best.plan
+    size, copies = micro_batch_size, copies or HostCopies()
+    plan = search_beside_saves(slowed, search, micro_batch_size=size, copies=copies).best.plan
     ranks = tuple(replace(entry, type=types.get(entry.type, entry.type)) for entry in plan.ranks)
     own = uncatalogued_types(problem.cluster, {entry.type for entry in ranks})
     return replace(plan, ranks=ranks, device_types=own)

@@ -1,4 +1,4 @@
-"""Plans beside saves in the background, which copy a share of the trained state to each node's host.
+"""Plans beside saves that copy a share of the trained state to each node's host, for a while or for good.
 
 What they copy depends on the plan, so it is counted after a search; where a host has no room for it beside
 what the plan keeps there, another search leaves that much room on every host.
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.plan import node_of, snapshot_bytes
-from yuan_train.config.run import SearchConfig
+from yuan_train.config.plan import copied_bytes
+from yuan_train.config.run import HostCopies, SearchConfig
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.plan_problem import PlanProblem, node_host_bytes
 from yuan_train.planner.search.search import search_plan
@@ -29,7 +29,7 @@ class HostUse:
     kept: float
     """By the plan: state and activations of its cards."""
     copied: float
-    """By saves in the background."""
+    """By saves."""
     available: float
     """Not left to other programs."""
 
@@ -40,15 +40,15 @@ class HostUse:
 
 
 def search_beside_saves(
-    problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, copied: int
+    problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, copies: HostCopies
 ) -> SearchResult:
-    """As `search_plan`, with room on hosts for `copied` bytes of each trained parameter, and a note of it.
+    """As `search_plan`, with room on hosts for what saves copy there, and a note of it.
 
     If no such plan fits, the one that leaves too little, with a note that says so.
     """
     result, room = search_plan(problem, search, micro_batch_size=micro_batch_size), 0.0
-    for _ in range(MOST_SEARCHES if copied else 0):
-        over = [use for use in host_uses(result, problem, copied) if use.is_over and use.kept]
+    for _ in range(MOST_SEARCHES if copies.keys else 0):
+        over = [use for use in host_uses(result, problem, copies) if use.is_over and use.kept]
         if not over:
             break
         room = max(room, *(use.copied for use in over))
@@ -57,31 +57,30 @@ def search_beside_saves(
             result = search_plan(given, search, micro_batch_size=micro_batch_size)
         except NoPlanFits:
             break
-    return with_saves(result, problem, copied)
+    return with_saves(result, problem, copies)
 
 
-def with_saves(result: SearchResult, problem: PlanProblem, copied: int) -> SearchResult:
-    """A result with a note of what saves in the background copy to the fullest host, if they do."""
-    uses = list(host_uses(result, problem, copied)) if copied else []
+def with_saves(result: SearchResult, problem: PlanProblem, copies: HostCopies) -> SearchResult:
+    """A result with a note of what saves copy to the fullest host, if they do."""
+    uses = list(host_uses(result, problem, copies)) if copies.keys else []
     if not uses:
         return result
     fullest = max(uses, key=lambda use: use.kept + use.copied - use.available)
     words = (
-        f"saves in the background (checkpoint.asynchronous) copy {show_bytes(fullest.copied)} to the host of "
-        f"{fullest.node}, beside {show_bytes(fullest.kept)} of the plan, of {show_bytes(fullest.available)}"
+        f"saves ({copies.keys}) copy {show_bytes(fullest.copied)} to the host of {fullest.node}, beside "
+        f"{show_bytes(fullest.kept)} of the plan, of {show_bytes(fullest.available)}"
     )
     if fullest.is_over:
-        words += ": more than it has; set checkpoint.asynchronous: false, or memory.host_reserved lower"
+        words += f": more than it has; do without {copies.keys}, or set memory.host_reserved lower"
     return replace(result, notes=(*result.notes, words))
 
 
-def host_uses(result: SearchResult, problem: PlanProblem, copied: int) -> Iterator[HostUse]:
-    """What a plan and `copied` bytes of each trained parameter take on the host of each node."""
+def host_uses(result: SearchResult, problem: PlanProblem, copies: HostCopies) -> Iterator[HostUse]:
+    """What a plan and its saves take on the host of each node."""
     plan, kept = result.best.plan, dict[str, float]()
     for stage in result.best.cost.stages:
         for card in stage.cards:
             kept[card.node] = kept.get(card.node, 0.0) + stage.host_bytes
     for node, state in kept.items():
-        ranks = {entry.rank for entry in plan.ranks if node_of(entry) == node}
         available = max(0.0, node_host_bytes(problem.cluster, node) - problem.host_reserved)
-        yield HostUse(node, state, snapshot_bytes(plan, ranks, bytes_per_parameter=copied), available)
+        yield HostUse(node, state, copied_bytes(plan, node, copies), available)
