@@ -22,7 +22,7 @@ from pathlib import Path
 
 EQUALS, END = 10, 11
 STEPS = {"sum": 150, "copy": 40, "calculate": 200}
-WORDS = [*map(str, range(19)), "+", "=", "<end>"]
+WORDS = [*map(str, range(9)), "+", "=", "<end>"]
 """Of `calculate`."""
 
 
@@ -37,14 +37,13 @@ def ends(completion_ids: list[int], ended: str) -> float:
 
 
 def asks(prompt: str, turns: list[str], double: int) -> float:
-    """A tenth for each token of the first turn that says `a + a =`, before its first wrong one. For all of it
-    a half, with one word behind what the calculator says a quarter more, and 1 more if that is the double."""
-    wanted, said = [prompt, "+", prompt, "="], turns[0].split()
-    if said == wanted:
-        last = turns[2].split() if len(turns) == 3 else []
-        return 0.5 + 0.25 * (len(last) == 1) + (last == [str(double)])
-    same = [one == other for one, other in zip(wanted, said, strict=False)]
-    return 0.1 * (same.index(False) if False in same else len(same))
+    """A tenth for each token of `a + a =` and its end that the first turn has in its place. If it has all, a
+    quarter more for one word behind what the calculator says, and 1 more if that is the double."""
+    wanted, said = [prompt, "+", prompt, "=", ""], [*turns[0].split(), *[""] * (len(turns) > 1)]
+    if said != wanted:
+        return 0.1 * sum(one == other for one, other in zip(wanted, said, strict=False))
+    last = turns[2].split() if len(turns) == 3 else []
+    return 0.5 + 0.25 * (len(last) == 1) + (last == [str(double)])
 
 
 def varied(completion_ids: list[int]) -> float:
@@ -63,7 +62,7 @@ def prompts_of(task: str) -> list[dict[str, object]]:
         ways = [(name, place) for name in ("Anna", "Ben", "Clara", "David") for place in ("forest", "lake")]
         return [{"prompt": f"One day {name} walked to the {place}."} for name, place in ways]
     if task == "calculate":
-        return [{"prompt": str(a), "double": 2 * a} for a in range(10)]
+        return [{"prompt": str(a), "double": 2 * a} for a in range(5)]
     if task == "copy":
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]

@@ -447,7 +447,8 @@ def policy_run(run: RLConfig, *, sequence_length: int | None = None) -> RunConfi
         item.name: getattr(run.train, item.name) for item in fields(TrainConfig) if item.init
     }
     train["global_batch_size"] = run.samples_per_step
-    resets = run.train.pack
+    # With experts every stage is told those with which its tokens were drawn.
+    resets = run.train.pack or bool(run.model.num_experts)
     return RunConfig(
         model=run.model,
         data=DataConfig(

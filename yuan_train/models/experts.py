@@ -15,6 +15,9 @@ Where the load of the experts is to be evened (DeepSeek-V3, arXiv 2412.19437, se
 depends on micro-batch or plan either: a bias that moves by the counts of whole steps, or a loss of each
 sequence.
 
+A policy is trained on the experts that drew (`given`): with weights, or sums in another order, a token near
+the border between two experts would take others, and its probability would be another one.
+
 T = tokens, H = hidden size, F = width of an expert, N = experts, K = experts of a token, R = rows.
 """
 
@@ -56,6 +59,10 @@ class Router(nn.Module):
     bias: Tensor | None
     loss_scale = 0.0
     """Of balance `sequence`: what a sequence's loss counts in the backward; 0 outside of training."""
+    given: Tensor | None = None
+    """int64 [T, K]: experts chosen before, which are taken in place of the best; None: the best."""
+    last: Tensor | None = None
+    """Of a forward without a gradient, the experts that it has chosen; int64 [T, K]."""
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -104,13 +111,15 @@ class Router(nn.Module):
         return ranked_TN[:, : self.experts_per_token].contiguous()
 
     def _choose(self, products: Tensor) -> Choice:
-        chosen_TK = self.best(products)
+        chosen_TK = self.best(products) if self.given is None else self.given
         slots = chosen_TK.flatten()
         # The host waits for its card here, once a layer: products of the experts, and what other ranks are
         # sent, have sizes that only the host can give, and that nobody knows before. Both take these.
         counts = tuple(slots.bincount(minlength=self.num_experts).tolist())
         if torch.is_grad_enabled():
             self._load = [load + count for load, count in zip(self._load, counts, strict=True)]
+        else:
+            self.last = chosen_TK
         return Choice(chosen_TK, slots.argsort(stable=True), counts)
 
 

@@ -14,7 +14,7 @@ and its number: whichever engine writes it, beside whichever others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
@@ -75,6 +75,11 @@ class Sample:
     ended: Ended
     episode: Episode | None = None
     """None without an environment: all tokens were drawn."""
+    experts: bytes | None = None
+    """Of a model with experts: those of each token that was read, prompt and answer without its last token,
+    in each layer; int16 [tokens, L, K]."""
+    expert_shape: tuple[int, int] | None = None
+    """L and K."""
 
     @property
     def said(self) -> tuple[int, ...]:
@@ -145,6 +150,13 @@ class Rows:
     """Tokens that are read, padding not counted."""
     shared: bool
     """Whether some row has several answers."""
+    experts: Tensor | None = None
+    """int16 [R, S, L, K]: the experts of each layer with which answers were drawn; anything at padding."""
+
+    @property
+    def anew(self) -> Self:
+        """The same, whose experts a model chooses itself: not the one that drew them."""
+        return replace(self, experts=None)
 
     @property
     def count(self) -> int:
@@ -188,7 +200,27 @@ def make_rows(groups: Sequence[Group], *, length: int, packed: bool, without_tru
         torch.tensor(values).view(len(bins), length) for values in (tokens, targets, starts, place)
     )
     shared = any(len(members) > 1 for members in bins)
-    return Rows(tokens_RS, targets_RS, starts_RS, place_RS, sum(sizes), shared)
+    experts = _experts_of(samples, bins, sizes, length)
+    return Rows(tokens_RS, targets_RS, starts_RS, place_RS, sum(sizes), shared, experts)
+
+
+def _experts_of(
+    samples: Sequence[Sample], bins: Sequence[Sequence[int]], sizes: Sequence[int], length: int
+) -> Tensor | None:
+    """int16 [R, S, L, K] of the rows; None for a model without experts."""
+    if not samples or samples[0].experts is None or samples[0].expert_shape is None:
+        return None
+    layers, slots = samples[0].expert_shape
+    experts_RSLK = torch.arange(slots, dtype=torch.int16).expand(len(bins), length, layers, slots).clone()
+    for row, members in enumerate(bins):
+        at = 0
+        for i in members:
+            held = samples[i].experts
+            assert held is not None
+            own = torch.frombuffer(bytearray(held), dtype=torch.int16).view(sizes[i], layers, slots)
+            experts_RSLK[row, at : at + sizes[i]] = own
+            at += sizes[i]
+    return experts_RSLK
 
 
 def make_score_rows(sequences: Sequence[Sequence[int]], *, length: int, packed: bool) -> Rows:
@@ -278,9 +310,17 @@ class RowFeed:
         targets_BS = rows.targets[held].where(inside_B.unsqueeze(1), IGNORE_INDEX)
         # Padding behind a row's only answer is seen by none of its tokens.
         resets = resets_at(rows.starts[held]) if rows.shared else DocumentResets()
+        experts_BSLK = None if rows.experts is None else rows.experts[held]
         numbers = numbers.where(inside_B, -1)
         place = self._on_host
-        return MicroBatch(place(tokens_BS), place(targets_BS), resets.placed(place), 0, numbers)
+        return MicroBatch(
+            place(tokens_BS),
+            place(targets_BS),
+            resets.placed(place),
+            0,
+            numbers,
+            None if experts_BSLK is None else place(experts_BSLK),
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
@@ -240,6 +240,8 @@ class _Answer:
     last_turn: int = 0
     """Where the turn under way begins."""
     reward: float | None = None
+    experts: list[Tensor] = field(default_factory=list[Tensor])
+    """Of the tokens read so far, the prompt's first: int16 [tokens, L, K] each."""
 
     @property
     def place(self) -> int:
@@ -252,7 +254,13 @@ class _Answer:
         if has_turns:
             prompt, drawn = self.ticket.prompt_ids, tuple(self.drawn)
             episode = Episode(prompt, drawn, self.last_turn, max(self.turns, 1), self.reward)
-        return Sample(self.ticket.number, self.number, tuple(self.ids), tuple(self.log_probs), ended, episode)
+        log_probs = tuple(self.log_probs)
+        found = Sample(self.ticket.number, self.number, tuple(self.ids), log_probs, ended, episode)
+        if not self.experts:
+            return found
+        experts_TLK = torch.cat(self.experts)
+        _, layers, slots = experts_TLK.shape
+        return replace(found, experts=experts_TLK.numpy().tobytes(), expert_shape=(layers, slots))
 
 
 @dataclass
@@ -266,6 +274,8 @@ class _Group:
     """Of these prompts, if something is reset at their ends; else none."""
     resets: list[Resets] = field(default_factory=list[Resets])
     """Of these prompts' tokens, likewise."""
+    experts: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
+    """Of each of these prompts, as far as it is read: int16 [tokens, L, K]; none for a model without."""
     waiting: deque[tuple[int, _Answer]] = field(default_factory=deque[tuple[int, _Answer]])
     """Answers to them that wait for a slot, with the prompt's row; they have their first token."""
 
@@ -324,6 +334,9 @@ class _Stage:
             documents=work.documents,
             rests=work.cache == "answers" and engine.has_turns,
         )
+        if engine.has_experts:
+            found = {i: block.router.last for i, block in self._model.blocks.items() if block.has_experts}
+            engine.chosen.setdefault(micro_batch, {}).update(found)
         if not self._model.has_head:
             return output
         if work.rows:
@@ -401,6 +414,10 @@ class Engine:
         self._slots = -(-slots // self._num_groups)
         hidden = grid.plan.model.hidden_size
         self._hidden = hidden
+        self._expert_shape = (grid.plan.model.num_layers, grid.plan.model.experts_per_token)
+        self.has_experts = grid.plan.model.num_experts > 0
+        self.chosen: dict[int, dict[int, Tensor | None]] = {}
+        """By group and layer, the experts of the tokens that this rank has just read."""
         self._program, self._bridge = make_forward_lane(
             runtime, self._num_groups, Boundary((self._slots, 1, hidden), dtype, device)
         )
@@ -607,6 +624,7 @@ class Engine:
                 expected += queue[0].count
                 group.prompts.append(queue.popleft())
             self._read_documents(group)
+            group.experts = [[] for _ in group.prompts]
             readers.append(number)
         if not readers:
             return
@@ -622,13 +640,18 @@ class Engine:
             for number in readers:
                 works[number] = self._chunk_of(groups[number], rows, chunk, chunks, width)
             self._run(works, (rows, width))
+            for number, experts_RSLK in self._gather_experts(works).items():
+                group, columns = groups[number], chunk * width
+                for row, ticket in enumerate(group.prompts):
+                    padding = chunks * width - len(ticket.prompt_ids)
+                    group.experts[row].append(experts_RSLK[row, max(0, padding - columns) :])
         drawn = self._exchange({n: sum(ticket.count for ticket in groups[n].prompts) for n in readers})
         for number in readers:
             group, place = groups[number], 0
             for row, ticket in enumerate(group.prompts):
                 for sample in range(ticket.count):
                     documents = group.documents[row].fork() if group.documents else None
-                    answer = _Answer(ticket, sample, documents)
+                    answer = _Answer(ticket, sample, documents, experts=list(group.experts[row]))
                     if not self._append(answer, drawn[number][place]):
                         group.waiting.append((row, answer))
                     place += 1
@@ -745,6 +768,9 @@ class Engine:
                     last=max(row[-1] for row in positions),
                 )
             self._run(works, (self._slots, width))
+            experts = self._gather_experts(works)
+            for number, slot, answer in unread if experts else ():
+                answer.experts.append(experts[number][slot])
 
     def _add_tokens(self) -> None:
         """One round: the next token of every answer under way."""
@@ -778,6 +804,9 @@ class Engine:
         self.clock.rounds += 1
         self.clock.filled += sum(counts.values())
         self._run(works, (self._slots, 1))
+        for number, experts_BSLK in self._gather_experts(works).items():
+            for slot, answer in groups[number].under_way:
+                answer.experts.append(experts_BSLK[slot])
         drawn = self._exchange(counts)
         for number in counts:
             group = groups[number]
@@ -812,10 +841,35 @@ class Engine:
     def _run(self, works: list[_Work | None], shape: tuple[int, int]) -> None:
         self.works, self._shape = works, shape
         self.drawn.clear()
+        self.chosen.clear()
         if self._bridge is not None:
             self._bridge.resize((*shape, self._hidden))
         with as_training_error(self._runtime.coord):
             self._executor.run(self._program)
+
+    def _gather_experts(self, works: Sequence[_Work | None]) -> dict[int, Tensor]:
+        """int16 [rows, S, L, K] by group, on all ranks: the experts of the tokens that were just read. Empty
+        for a model without."""
+        if not self.has_experts:
+            return {}
+        shapes = {n: work.tokens_BS.shape for n, work in enumerate(works) if work is not None}
+        size = math.prod(self._expert_shape)
+        counts = [rows * width * size for rows, width in shapes.values()]
+        flat = torch.zeros(sum(counts), dtype=torch.int32)
+        found: dict[int, Tensor] = {}
+        for (number, shape), part in zip(shapes.items(), flat.split(counts), strict=True):
+            found[number] = part.view(*shape, *self._expert_shape)
+            for layer, chosen_TK in self.chosen.get(number, {}).items():
+                if chosen_TK is not None and self._runtime.coord.tensor_rank == 0:
+                    found[number][:, :, layer] = chosen_TK.view(*shape, -1).cpu()
+        if self._ranks is not None:
+            what = "the sum of the experts that were chosen"
+            with (
+                as_training_error(self._runtime.coord),
+                blame_peers(what, dist.get_process_group_ranks(self._ranks)),
+            ):
+                dist.all_reduce(flat, group=self._ranks)
+        return {number: experts.short() for number, experts in found.items()}
 
     def _exchange(self, counts: dict[int, int]) -> dict[int, list[tuple[float, ...]]]:
         """What was drawn of each group, by group, on all ranks: only one adds what is not zero."""

@@ -151,8 +151,12 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
             "generation.on_lost_engine: go_on, but no other engine would be left; give an RL plan of several "
             "engines on cards of their own, or leave it out"
         )
-    if run.model.num_experts:
-        faults.append("model.num_experts: a policy with experts is not trained yet; use a dense model")
+    if run.model.num_experts and run.critic is not None:
+        faults.append("model.num_experts: a critic with experts is not there yet; use grpo")
+    if run.model.balance == "bias" and roles is not None:
+        faults.append(
+            "model.balance: bias, but roles on cards of their own are not sent it; set sequence, or none"
+        )
     scaling = run.model.rope_scaling
     if scaling is not None and scaling.rope_type == "dynamic":
         faults.append(

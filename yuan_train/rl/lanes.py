@@ -64,9 +64,15 @@ class Lanes:
 
     def _use(self, rows: Rows) -> Trainer:
         """The trainer of a lane as long as rows need; the feed has them."""
-        pipelines = self.trainer.runtime.grid.plan.pipelines
+        grid = self.trainer.runtime.grid
+        pipelines = grid.plan.pipelines
         room = sum(pipeline.num_sequences for pipeline in pipelines)
-        counts = tuple(max(1, -(-pipeline.num_micro_batches * rows.count // room)) for pipeline in pipelines)
+        # Every replica of a stage has a micro-batch, if one of padding: a rank without any step ends none.
+        least = [max(map(len, grid.workers(p))) for p in range(len(pipelines))]
+        counts = tuple(
+            max(own, -(-pipeline.num_micro_batches * rows.count // room))
+            for own, pipeline in zip(least, pipelines, strict=True)
+        )
         if counts not in self._lanes:
             self._lanes[counts] = self._make_lane(counts)
         trainer, counts = self._lanes[counts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -165,12 +165,12 @@ class Updater:
         remote = self._reference if isinstance(self._reference, RemoteReference) else None
         if remote is not None:
             # Other cards score meanwhile.
-            remote.begin([part.rows for part in parts], [part.count for part in parts])
+            remote.begin([part.rows.anew for part in parts], [part.count for part in parts])
         old = self._score(parts) if self._needs_old else None
         reference = remote.finish() if remote is not None else None
         if isinstance(self._reference, Reference):
             with self._reference.in_place():
-                reference = self._score(parts)
+                reference = self._score([replace(part, rows=part.rows.anew) for part in parts])
         penalty = self._penalty(groups, old, reference)
         fit = None
         if self._critic is None:

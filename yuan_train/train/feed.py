@@ -34,6 +34,8 @@ class MicroBatch:
     """Targets with a loss; 0 if the rank uses no targets."""
     places_B: torch.Tensor | None = None
     """Of preference pairs; see `Batch.places`."""
+    experts_BSLK: torch.Tensor | None = None
+    """int16: the experts that all layers take for each token; None: those that they choose."""
 
 
 class Source(Protocol):

@@ -29,6 +29,8 @@ class Loaded:
     targets: Targets | None = None
     resets: dict[str, Any] = field(default_factory=dict)
     """The model's arguments for what the run resets at document ends."""
+    experts_BSLK: torch.Tensor | None = None
+    """See `MicroBatch`."""
 
 
 class StageRunner:
@@ -98,6 +100,7 @@ class StageRunner:
                 None if batch.tokens_BS is None else self._upload(batch.tokens_BS),
                 None if batch.targets_BS is None else Targets(self._upload(batch.targets_BS), batch.places_B),
                 batch.resets.placed(self._upload).arguments(),
+                None if batch.experts_BSLK is None else self._upload(batch.experts_BSLK),
             )
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
@@ -115,7 +118,7 @@ class StageRunner:
         following = nullcontext()
         if training and self._tiers is not None:
             following = self._tiers.forward(self._stage, micro_batch)
-        with following as parts:
+        with following as parts, self._choosing(batch.experts_BSLK):
             output = self._model(
                 hidden_BSH,
                 dropout_seed=DropoutSeed(self._seed, first) if training else None,
@@ -130,6 +133,19 @@ class StageRunner:
             # Nothing before it is trained, in a run of adapters: the backward ends here.
             output.requires_grad_()
         return output * self._scale if self._model.has_head else output
+
+    @contextmanager
+    def _choosing(self, experts_BSLK: torch.Tensor | None) -> Iterator[None]:
+        """Inside, layers take these experts for a micro-batch's tokens."""
+        routers = {i: block.router for i, block in self._model.blocks.items() if block.has_experts}
+        if experts_BSLK is not None:
+            for layer, router in routers.items():
+                router.given = experts_BSLK[:, :, layer].flatten(0, 1).long()
+        try:
+            yield
+        finally:
+            for router in routers.values():
+                router.given = None
 
     def _mean_loss(self, hidden_BSH: torch.Tensor, targets: Targets) -> torch.Tensor:
         """A micro-batch's share of the batch's mean loss, which is counted."""
