@@ -77,7 +77,7 @@ ROOMS = {
     "parallel": (26, 7892),
     "profile": (4, 1315),
     "report": (7, 1266),
-    "rl": (19, 6221),
+    "rl": (19, 6225),
     "schedule": (9, 2068),
     "serve": (6, 1625),
     "supervise": (6, 1407),

@@ -4,7 +4,7 @@
     python tools/rl_tasks.py learn --task sum --seeds 3 --out runs/rl-learn
 
 `make` writes the prompts of a task: `sum`, `a b =` with the answer (a + b) mod 10; `copy`, `a =` with the
-answer a; `calculate`, `a`, for whose double a calculator is to be asked, and a tokenizer beside it; or
+answer a; `calculate`, `a`, whose value a calculator is to be asked for, and a tokenizer beside it; or
 `story`, first sentences of the quick start's stories. `learn` trains configs/run/rl-tiny.yaml on one of the
 first three, once for each seed, and prints the mean reward of the first step and of the last 20, of at most
 1.20, or 1.75 of `calculate`. `right` and `ends` are the rewards of that run, `asks` is that of `calculate`;
@@ -22,7 +22,7 @@ from pathlib import Path
 
 EQUALS, END = 10, 11
 STEPS = {"sum": 150, "copy": 40, "calculate": 200}
-WORDS = [*map(str, range(9)), "+", "=", "<end>"]
+WORDS = [*map(str, range(10)), "=", "<end>"]
 """Of `calculate`."""
 
 
@@ -36,14 +36,15 @@ def ends(completion_ids: list[int], ended: str) -> float:
     return float(ended == "stop" and len(completion_ids) == 2)
 
 
-def asks(prompt: str, turns: list[str], double: int) -> float:
-    """A tenth for each token of `a + a =` and its end that the first turn has in its place. If it has all, a
-    quarter more for one word behind what the calculator says, and 1 more if that is the double."""
-    wanted, said = [prompt, "+", prompt, "=", ""], [*turns[0].split(), *[""] * (len(turns) > 1)]
+def asks(prompt: str, turns: list[str], value: int) -> float:
+    """How much of the first turn is `a =`, a half for all of it. With that, a quarter more for one word
+    behind what the calculator says, and 1 more if that is the value."""
+    wanted, said = [prompt, "="], turns[0].split()
     if said != wanted:
-        return 0.1 * sum(one == other for one, other in zip(wanted, said, strict=False))
+        same = sum(one == other for one, other in zip(wanted, said, strict=False))
+        return 0.5 * same / max(len(wanted), len(said))
     last = turns[2].split() if len(turns) == 3 else []
-    return 0.5 + 0.25 * (len(last) == 1) + (last == [str(double)])
+    return 0.5 + 0.25 * (len(last) == 1) + (last == [str(value)])
 
 
 def varied(completion_ids: list[int]) -> float:
@@ -62,7 +63,7 @@ def prompts_of(task: str) -> list[dict[str, object]]:
         ways = [(name, place) for name in ("Anna", "Ben", "Clara", "David") for place in ("forest", "lake")]
         return [{"prompt": f"One day {name} walked to the {place}."} for name, place in ways]
     if task == "calculate":
-        return [{"prompt": str(a), "double": 2 * a} for a in range(5)]
+        return [{"prompt": str(a), "value": a} for a in range(10)]
     if task == "copy":
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
@@ -96,7 +97,7 @@ def learn(task: str, seed: int, folder: Path, overrides: list[str]) -> tuple[flo
             f"data.tokenizer={folder}",
             f"model.vocab_size={len(WORDS)}",
             "environment=calculator",
-            "generation={max_new_tokens: 8, slots: 512}",
+            "generation={max_new_tokens: 7, slots: 512}",
         ]
     code = yuan_train(
         [

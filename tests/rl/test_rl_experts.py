@@ -125,6 +125,7 @@ def test_a_mixture_learns_under_an_uneven_plan(tmp_path: Path) -> None:
         f"reward.functions=[{{python: '{tasks}:right'}}, {{python: '{tasks}:ends', weight: 0.2}}]",
         "train.steps=60",
         "train.micro_batch_size=64",
+        "train.device=cpu",
         "checkpoint.directory=",
     )
     path = tasks.parents[1] / "configs/run/rl-tiny.yaml"

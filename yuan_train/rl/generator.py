@@ -405,17 +405,13 @@ class Engine:
         self._dtype = dtype
         self._ranks = ranks
         self._documents = documents
-        grid, coord = runtime.grid, runtime.coord
-        workers = grid.workers(coord.pipeline)
+        workers = runtime.grid.workers(runtime.coord.pipeline)
         # Each replica of a stage takes every so many-th group.
         self._num_groups = max(
             groups or num_groups(len(workers), slots=slots, group=group), *map(len, workers)
         )
         self._slots = -(-slots // self._num_groups)
-        hidden = grid.plan.model.hidden_size
-        self._hidden = hidden
-        self._expert_shape = (grid.plan.model.num_layers, grid.plan.model.experts_per_token)
-        self.has_experts = grid.plan.model.num_experts > 0
+        self._hidden = hidden = runtime.grid.plan.model.hidden_size
         self.chosen: dict[int, dict[int, Tensor | None]] = {}
         """By group and layer, the experts of the tokens that this rank has just read."""
         self._program, self._bridge = make_forward_lane(
@@ -442,6 +438,11 @@ class Engine:
         self._news = False
         self.has_news = False
         """Whether a rank of the pipeline had news in the last step, as all of them know."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has some."""
+        return self._runtime.grid.plan.model.num_experts > 0
 
     def room(self, cache: CacheKind) -> int:
         """The longest sequence of a cache."""
@@ -852,13 +853,14 @@ class Engine:
         for a model without."""
         if not self.has_experts:
             return {}
+        model = self._runtime.grid.plan.model
+        each = (model.num_layers, model.experts_per_token)
         shapes = {n: work.tokens_BS.shape for n, work in enumerate(works) if work is not None}
-        size = math.prod(self._expert_shape)
-        counts = [rows * width * size for rows, width in shapes.values()]
+        counts = [rows * width * math.prod(each) for rows, width in shapes.values()]
         flat = torch.zeros(sum(counts), dtype=torch.int32)
         found: dict[int, Tensor] = {}
         for (number, shape), part in zip(shapes.items(), flat.split(counts), strict=True):
-            found[number] = part.view(*shape, *self._expert_shape)
+            found[number] = part.view(*shape, *each)
             for layer, chosen_TK in self.chosen.get(number, {}).items():
                 if chosen_TK is not None and self._runtime.coord.tensor_rank == 0:
                     found[number][:, :, layer] = chosen_TK.view(*shape, -1).cpu()
