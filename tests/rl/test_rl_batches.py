@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,28 @@ def test_the_order_of_prompts() -> None:
     again = Prompts(files, [3.0, 1.0], seed=1)
     assert again[31].ids[0] == order[31]
     assert [Prompts(files, [3.0, 1.0], seed=2)[t].ids[0] for t in range(32)] != order
+
+
+def test_prompts_as_a_file_has_them_and_prompts_that_rest() -> None:
+    """A solved prompt is left out of two epochs; a state is all that tickets behind it depend on."""
+    files = [[Prompt((i,), "", None) for i in range(4)], [Prompt((10,), "", None)]]
+
+    def make() -> Prompts:
+        return Prompts(files, [4.0, 1.0], seed=1, order="file")
+
+    prompts = make()
+    first = [prompts[ticket].ids[0] for ticket in range(10)]
+    assert [number for number in first if number < 10] == [0, 1, 2, 3] * 2
+    for ticket in range(5, 10):
+        if first[ticket] in (1, 2, 10):
+            prompts.rest(ticket, 2)
+    state = json.loads(json.dumps(prompts.state(10)))
+    later = [prompts[ticket].ids[0] for ticket in range(10, 30)]
+    assert [number for number in later if number < 10][:8] == [0, 3, 0, 3, 0, 1, 2, 3]
+    assert later.count(10) == 4, "a file whose prompts all rest begins again"
+    again = make()
+    again.restore(state)
+    assert [again[ticket].ids[0] for ticket in range(10, 30)] == later
+    other = Prompts(files[:1], [1.0], seed=1, order="file")
+    other.restore(state)
+    assert [other[ticket].ids[0] for ticket in range(4)] == [0, 1, 2, 3]

@@ -92,6 +92,11 @@ class RLData:
     """What is read of a prompt of text; special tokens in it are recognised."""
     max_prompt_tokens: Count = 512
     """Longer prompts are refused at the start."""
+    order: Literal["shuffled", "file"] = "shuffled"
+    """Of each file's prompts: drawn anew for every epoch, or as the file has them, again and again."""
+    skip_solved: Annotated[int, Ge(0)] = 0
+    """Epochs of its file that leave out a prompt whose answers all passed, by the first reward function, or
+    without one the environment: it gave 1 or more. 0: none. For mode sync alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,6 +477,13 @@ OF_A_TRAINING_RUN = ("model", "train", "optimizer", "checkpoint", "log")
 """Sections of which the constraints are those of a training run."""
 
 
+SKIPS_IN_TURN = (
+    "in async mode prompts are drawn before it is known which were solved; leave it out, or set "
+    "schedule.mode: sync"
+)
+"""Of data.skip_solved."""
+
+
 def validate_rl(run: RLConfig) -> Iterator[Violation]:
     """Yield the violated constraints between the parts of a run."""
     for violation in validate_run(policy_run(run)):
@@ -500,6 +512,9 @@ def validate_rl(run: RLConfig) -> Iterator[Violation]:
             ("checkpoint", "in_memory"),
             f"{run.checkpoint.in_memory}: is for training, not yet for reinforcement learning; set it to 0",
         )
+    is_async = run.schedule.mode == "async" or run.generation.weights == "in_flight"
+    if is_async and run.data.skip_solved:
+        yield Violation(("data", "skip_solved"), f"{run.data.skip_solved}, but {SKIPS_IN_TURN}")
     evaluation = run.evaluation
     for key in ("every", "at_start"):
         if getattr(evaluation, key) and run.data.evaluation is None:
@@ -643,6 +658,12 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
         yield Violation(
             ("reward", "functions", labels.index("environment")),
             "'environment' is the name of the environment's rewards; give the function another",
+        )
+    if not labels and reward.model is not None and run.data.skip_solved:
+        yield Violation(
+            ("data", "skip_solved"),
+            f"{run.data.skip_solved}, but no reward function says what is solved; give one (weight: 0 leaves "
+            "the reward as it is), or leave it out",
         )
     if not labels and reward.model is not None and run.data.evaluation is not None:
         yield Violation(

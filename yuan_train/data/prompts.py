@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from yuan_train.config.errors import DataError, why_unread
 from yuan_train.data.chat import check_question, render_chat
@@ -56,18 +56,35 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of some files, in proportion to their weights; each file's in an order of its own."""
+    """The prompts of some files, in proportion to their weights; each file's in an order of its own.
 
-    def __init__(self, files: Sequence[Sequence[Prompt]], weights: Sequence[float], *, seed: int) -> None:
+    A prompt may rest for some epochs of its file; which tickets that changes are those not asked for yet.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Sequence[Prompt]],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        order: Literal["shuffled", "file"] = "shuffled",
+    ) -> None:
         assert files and all(files)
+        self._is_shuffled = order == "shuffled"
         self._files = files
         total = sum(weights)
         self._shares = [weight / total for weight in weights]
         self._seed = seed
         self._identities = [_identity(prompts) for prompts in files]
         self._order: list[tuple[int, int]] = []
-        """Of the tickets so far: the file, and how many came from it before."""
+        """Of the tickets from `_first` on: the file, and its place in all epochs of the file."""
+        self._first = 0
         self._given = [0] * len(files)
+        """Tickets of each file so far."""
+        self._read = [0] * len(files)
+        """Likewise, with the places of prompts that rested: the place of the file's next ticket."""
+        self._rests: list[dict[int, int]] = [{} for _ in files]
+        """Of each file, by index of a prompt: the last epoch in which it rests."""
 
     @property
     def fingerprints(self) -> list[str]:
@@ -84,18 +101,63 @@ class Prompts:
         return sorted(set.intersection(*every))
 
     def __getitem__(self, ticket: int) -> Prompt:
-        """The prompt of a ticket. Every epoch of a file gives each of its prompts once."""
-        while len(self._order) <= ticket:
-            done = len(self._order) + 1
-            behind = [share * done - given for share, given in zip(self._shares, self._given, strict=True)]
-            file = behind.index(max(behind))
-            self._order.append((file, self._given[file]))
-            self._given[file] += 1
-        file, number = self._order[ticket]
-        prompts = self._files[file]
-        epoch, index = divmod(number, len(prompts))
-        key = hash_key("prompts", self._seed, self._identities[file], epoch)
-        return prompts[permuted(index, len(prompts), key)]
+        """The prompt of a ticket. Every epoch of a file gives each of its prompts once, unless it rests."""
+        while self._first + len(self._order) <= ticket:
+            self._order.append(self._next())
+        file, place = self._order[ticket - self._first]
+        return self._files[file][self._index(file, place)]
+
+    def rest(self, ticket: int, epochs: int) -> None:
+        """Leave the prompt of a ticket that was asked for out of the file's next epochs."""
+        file, place = self._order[ticket - self._first]
+        until = place // len(self._files[file]) + epochs
+        rests = self._rests[file]
+        index = self._index(file, place)
+        rests[index] = max(until, rests.get(index, 0))
+
+    def state(self, next_ticket: int) -> dict[str, Any]:
+        """What tickets from `next_ticket` on depend on; all before were asked for, and none behind."""
+        assert self._first + len(self._order) == next_ticket
+        rests = [
+            {str(index): until for index, until in sorted(rests.items()) if until >= read // len(prompts)}
+            for rests, read, prompts in zip(self._rests, self._read, self._files, strict=True)
+        ]
+        return {
+            "next_ticket": next_ticket,
+            "files": list(self._identities),
+            "given": list(self._given),
+            "read": list(self._read),
+            "rests": rests,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; of other files than these nothing is known, so they begin as without one."""
+        if state["files"] != self._identities:
+            return
+        self._order, self._first = [], int(state["next_ticket"])
+        self._given, self._read = list(state["given"]), list(state["read"])
+        self._rests = [{int(index): until for index, until in rests.items()} for rests in state["rests"]]
+
+    def _next(self) -> tuple[int, int]:
+        """File and place of the next ticket."""
+        done = self._first + len(self._order) + 1
+        behind = [share * done - given for share, given in zip(self._shares, self._given, strict=True)]
+        file = behind.index(max(behind))
+        place, rests = self._read[file], self._rests[file]
+        # Ends: each rest does, so an epoch comes in which not all prompts of the file rest.
+        while rests and rests.get(self._index(file, place), -1) >= place // len(self._files[file]):
+            place += 1
+        self._given[file] += 1
+        self._read[file] = place + 1
+        return file, place
+
+    def _index(self, file: int, place: int) -> int:
+        """Of the prompt at a place of all epochs of a file."""
+        size = len(self._files[file])
+        epoch, index = divmod(place, size)
+        if not self._is_shuffled:
+            return index
+        return permuted(index, size, hash_key("prompts", self._seed, self._identities[file], epoch))
 
 
 def read_prompts(

@@ -145,11 +145,7 @@ class Collector:
         shares: list[float] = []
         rewards: list[float] = []
         for answers, scores in zip(samples, scored, strict=True):
-            passed = [
-                (next(iter(of_answer), answer.given) or 0.0) >= 1
-                for of_answer, answer in zip(scores.of_answers, answers, strict=False)
-            ]
-            shares.append(sum(passed) / config.samples)
+            shares.append(sum(_passed(scores.of_answers, answers)) / config.samples)
             rewards += self._rewards(scores, answers)
         count = len(tickets)
         return {
@@ -184,6 +180,8 @@ class Collector:
                 continue
             prompt = prompt_read(prompt, answers)
             found.append((Group(number, prompt, tuple(answers), scores.of_answers, rewards), None))
+            if job.run.data.skip_solved and all(_passed(scores.of_answers, answers)):
+                job.prompts.rest(number, job.run.data.skip_solved)
         return found
 
     def _rewards(self, scores: Scores, answers: Sequence[Sample]) -> list[float]:
@@ -280,6 +278,14 @@ def prompt_read(prompt: Prompt, samples: Sequence[Sample]) -> Prompt:
     """What was read before answers: the prompt, or what their environments gave in its place."""
     episode = samples[0].episode if samples else None
     return prompt if episode is None else replace(prompt, ids=episode.prompt_ids)
+
+
+def _passed(scores: Sequence[Sequence[float | None]], answers: Sequence[Sample]) -> list[bool]:
+    """Whether each answer got 1 or more of the first function, without one of the environment."""
+    return [
+        (next(iter(of_answer), answer.given) or 0.0) >= 1
+        for of_answer, answer in zip(scores, answers, strict=False)
+    ]
 
 
 def _too_large(rewards: Sequence[float]) -> str | None:

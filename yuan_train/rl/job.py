@@ -10,7 +10,7 @@ from yuan_train.config.errors import ConfigError, DataError, PlanError
 from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_plan_of_run
-from yuan_train.config.rl import Mode, RLConfig, policy_run
+from yuan_train.config.rl import SKIPS_IN_TURN, Mode, RLConfig, policy_run
 from yuan_train.config.rl_plan import RlForecast, RlPlan, ScoringRole
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
@@ -118,7 +118,8 @@ def prepare_rl(
         check_trackers(run.log)
     device, tokenizer = check_position(policy, plan, position)
     files = [read_file(source.file, run, tokenizer) for source in run.data.prompts]
-    prompts = Prompts(files, [source.weight for source in run.data.prompts], seed=run.train.seed)
+    weights = [source.weight for source in run.data.prompts]
+    prompts = Prompts(files, weights, seed=run.train.seed, order=run.data.order)
     evaluation: list[Prompt] = []
     if run.data.evaluation is not None:
         evaluation = read_file(run.data.evaluation, run, tokenizer)[: run.evaluation.prompts]
@@ -140,6 +141,8 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         )
     if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
         faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
+    if run.data.skip_solved and roles is not None and roles.mode != "sync":
+        faults.append(f"data.skip_solved: {run.data.skip_solved}, but {SKIPS_IN_TURN}, and plan again")
     if run.generation.weights == "in_flight" and (roles is None or roles.mode != "async"):
         faults.append(
             "generation.weights: in_flight, but no engine draws while the policy trains; give an RL plan of "

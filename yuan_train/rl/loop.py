@@ -382,6 +382,8 @@ class PolicyEngine:
             # As a tuple again: JSON has lists.
             best = held.get("best_score")
             self._progress = RLProgress(**held | {"best_score": best and tuple(best)})
+            if job.run.data.skip_solved and "prompts" in checkpoint.state["rl"]:
+                job.prompts.restore(checkpoint.state["rl"]["prompts"])
         self._at_start: dict[str, float] | None = None
 
     def __enter__(self) -> Self:
@@ -518,7 +520,10 @@ class PolicyEngine:
         return self._trainer.tensors() | critic
 
     def state(self) -> Mapping[str, Any]:
-        return {"rl": {"progress": asdict(self._progress), "run": as_plain(self._job.run)}}
+        found = {"progress": asdict(self._progress), "run": as_plain(self._job.run)}
+        if self._job.run.data.skip_solved:
+            found["prompts"] = self._job.prompts.state(self._progress.next_ticket)
+        return {"rl": found}
 
     def finish(self) -> None:
         self._trainer.finish()

@@ -112,13 +112,16 @@ def roles_problem(
 
 
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
-    """The modes that a plan may have; in flight only async. Raises ConfigError if there is none."""
+    """The modes that a plan may have; in flight only async, and only sync where prompts depend on what was
+    solved. Raises ConfigError if there is none."""
     wanted: Mode | Literal["auto"] = run.schedule.mode
+    why = "schedule.mode"
     if wanted == "auto" and run.generation.weights == "in_flight":
-        wanted = "async"
+        wanted, why = "async", "with generation.weights: in_flight it"
+    if wanted == "auto" and run.data.skip_solved:
+        wanted, why = "sync", "with data.skip_solved it"
     modes: tuple[Mode, ...] = tuple(mode for mode in run.search.modes if wanted in ("auto", mode))
     if not modes:
-        why = "schedule.mode" if run.schedule.mode != "auto" else "with generation.weights: in_flight it"
         raise ConfigError(f"search.modes: {list(run.search.modes)}, but {why} is {wanted}; change one")
     if modes == ("async",) and "apart" not in run.search.placement:
         raise ConfigError("search.placement: shared cards cannot be async; add apart, or allow mode sync")
