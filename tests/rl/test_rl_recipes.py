@@ -1,19 +1,32 @@
-"""What a run does with its prompts: as the file has them, and without those that are solved."""
+"""Prompts as a file has them and without those that are solved, and a reference that is renewed."""
 
 from __future__ import annotations
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.rl.test_apart import roles_of, run_cases
+from tests.rl.test_rl_scoring import plan_of
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, run_rl_cases, write_rl
+from tests.support.rl import (
+    RLCase,
+    assert_same_run,
+    facts,
+    read_lines,
+    run_cases_of_rank,
+    run_rl,
+    run_rl_cases,
+    write_rl,
+)
 from tests.support.spawn import free_port, spawn
 from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import load_rl, policy_run
+from yuan_train.config.rl_plan import GenerationPlan, ReferencePlan, RlPlan, RolePlan, RolePlans
 from yuan_train.planner.roles.plan import _modes  # pyright: ignore[reportPrivateUsage]
 from yuan_train.rl.job import check_supported
 
@@ -81,6 +94,7 @@ def test_solved_groups_that_the_filter_replaces_rest_as_well(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (("algorithm.kl.renew=2",), "algorithm.kl.renew: 2, but there is no reference without a coefficient"),
         (("schedule.mode=async",), "data.skip_solved: 1, but in async mode prompts are drawn before"),
         (("generation.weights=in_flight",), "data.skip_solved: 1, but in async mode"),
         (
@@ -90,11 +104,12 @@ def test_solved_groups_that_the_filter_replaces_rest_as_well(tmp_path: Path) -> 
         (("data.order=random",), "data.order: .*random"),
     ],
 )
-def test_what_does_not_go_with_solved_prompts(
+def test_what_is_refused(
     tmp_path: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_rl(tmp_path)
-    assert main(["rl", "--config", str(path), "data.skip_solved=1", *overrides]) == 2
+    skip = [] if "renew" in overrides[0] else ["data.skip_solved=1"]
+    assert main(["rl", "--config", str(path), *skip, *overrides]) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -106,3 +121,83 @@ def test_a_plan_of_a_run_that_skips_solved_prompts_takes_turns(tmp_path: Path) -
         _modes(load_rl(path, ("data.skip_solved=1", "search.modes=[async]")))
     with pytest.raises(ConfigError, match=r"data.skip_solved: 1, but in async mode .* plan again"):
         check_supported(run, None, roles_of(path, staleness=1))
+
+
+RENEWED = ("algorithm.kl={coefficient: 0.1, renew: 2}", "train.steps=5", "algorithm.updates=2")
+LORA = "lora={rank: 4, alpha: 8}"
+
+
+def saved(path: Path, folder: Path, *more: str) -> RLCase:
+    save = (f"checkpoint.directory={folder / 'c'}", "checkpoint.every=1", "checkpoint.keep=9")
+    return RLCase(path, folder, None, (*RENEWED, *save, *more))
+
+
+@pytest.mark.parametrize("more", [(), ("train.precision=bf16",), (LORA, "train.precision=bf16")])
+def test_a_renewed_reference_is_the_same_after_a_resume(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Before the first renewal, at one, and between two; in bf16 the reference is not the masters."""
+    path = write_rl(tmp_path)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    lines = run_rl(saved(path, whole, *more))
+    for steps in (1, 2, 3, 5):
+        run_rl(saved(path, parts, f"train.steps={steps}", *more))
+    assert_same_run(parts, whole, "c/step-00000005")
+    fixed = run_rl(RLCase(path, tmp_path / "fixed", None, (*RENEWED, "algorithm.kl.renew=0", *more)))
+    assert [line["kl"] for line in lines[:2]] == [line["kl"] for line in fixed[:2]]
+    assert all(line["kl"] != other["kl"] for line, other in zip(lines[2:], fixed[2:], strict=True))
+    # A reference that was renewed stays what it was, where it is not renewed any more.
+    shutil.copytree(whole / "c/step-00000003", tmp_path / "stays/c/step-00000003")
+    run_rl(saved(path, tmp_path / "stays", "train.steps=4", "algorithm.kl.renew=0", *more))
+    assert facts(tmp_path / "stays") == facts(whole)[3:4]
+
+
+def test_the_divergence_is_zero_behind_a_renewal(tmp_path: Path) -> None:
+    path = write_rl(tmp_path)
+    lines = run_rl(RLCase(path, tmp_path / "log", None, (*RENEWED, "algorithm.updates=1")))
+    assert [line["kl"] < 1e-20 for line in lines] == [True, False, True, False, True]
+    assert lines[1]["kl"] > 1e-8 and lines[3]["kl"] > 1e-8
+
+
+def with_reference(path: Path) -> RlPlan:
+    """The policy's card draws and trains; the reference has two of its own."""
+    roles = RolePlans(
+        policy=RolePlan(plan=plan_of(path, "2x4: 4@0", "p")),
+        generation=GenerationPlan(with_="policy", slots=8),
+        reference=ReferencePlan(plan=plan_of(path, "2x4: 1@0 | 3@1", "f")),
+    )
+    return RlPlan(mode="sync", roles=roles)
+
+
+def run_all(rank: int, uneven: list[RLCase], apart: list[tuple[Path, tuple[str, ...], RlPlan, int]]) -> None:
+    run_cases_of_rank(rank, uneven)
+    if rank < 3:
+        run_cases(rank, apart)
+
+
+def test_a_renewed_reference_under_plans_and_on_cards_of_its_own(tmp_path: Path) -> None:
+    """As in one process, also resumed between two renewals, or there under another plan."""
+    path = write_rl(tmp_path)
+    run = policy_run(load_rl(path, RENEWED), sequence_length=16)
+    plan = parse_plan(run, "2x3: 1@0 | 3@1,2 / 2x1: 4@3", schedule="zero_bubble", optimizer_sharding=True)
+    uneven = [
+        replace(saved(path, tmp_path / name, f"train.steps={steps}"), plan=plan)
+        for name, steps in (("uneven", 3), ("uneven", 5), ("moved", 3))
+    ]
+    fp32 = "train.precision=fp32"
+    apart = [
+        (
+            path,
+            (*saved(path, tmp_path / "apart", fp32, steps).overrides, f"log.directory={tmp_path / 'apart'}"),
+            with_reference(path),
+            free_port(),
+        )
+        for steps in ("train.steps=3", "train.steps=5")
+    ]
+    spawn(run_all, 4, uneven, apart)
+    run_rl(saved(path, tmp_path / "moved"))
+    wanted = run_rl(saved(path, tmp_path / "alone"))
+    for name in ("uneven", "moved"):
+        for line, expected in zip(read_lines(tmp_path / name), wanted, strict=True):
+            for key in ("loss", "grad_norm", "reward", "kl"):
+                assert line[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), (name, key)
+    run_rl(saved(path, tmp_path / "alone32", fp32))
+    assert_same_run(tmp_path / "apart", tmp_path / "alone32", "c/step-00000005")

@@ -223,7 +223,7 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    """What keeps the policy near its reference, the weights at step 0."""
+    """What keeps the policy near its reference: the weights at step 0, or with `renew` later ones."""
 
     coefficient: NotNegative = 0.0
     """Weight of the divergence; 0: no reference is kept."""
@@ -231,6 +231,8 @@ class KLConfig:
     """How the divergence is estimated from the tokens drawn (Schulman 2020)."""
     where: Literal["loss", "reward"] = "loss"
     """Whether it is a part of the loss, or is subtracted from the reward of each token."""
+    renew: Annotated[int, Ge(0)] = 0
+    """Steps after which the reference becomes the policy as it is then, again and again; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,7 +436,7 @@ class RLConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy at step 0 must be kept."""
+        """Whether a reference must be kept."""
         return self.algorithm.kl.coefficient > 0
 
     def correction(self, mode: Mode) -> Literal["aipo", "decoupled", "none"]:
@@ -625,6 +627,11 @@ def _algorithm(run: RLConfig) -> Iterator[Violation]:
         yield Violation(
             ("algorithm", "kl", "estimator"),
             "k1 in the loss has a mean gradient of zero; wanted k2 or k3, or where: reward",
+        )
+    if kl.renew and not kl.coefficient:
+        yield Violation(
+            ("algorithm", "kl", "renew"),
+            f"{kl.renew}, but there is no reference without a coefficient above 0; give one, or leave it out",
         )
     if algorithm.dual_clip is not None and algorithm.correction == "aipo":
         yield Violation(("algorithm", "dual_clip"), "aipo does not clip; leave it out")

@@ -1,5 +1,7 @@
 """The critic of PPO: a second trainer on the policy's ranks, under its plan, whose head computes values.
 
+Also the reference of the policy's divergence, which is the policy as it was.
+
 N = answer tokens of the batch.
 """
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from yuan_train.checkpoint.load import Checkpoint, load_tensors, tensor_names
 from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import CheckpointError, TrainingError
 from yuan_train.config.rl import CriticConfig
 from yuan_train.models.transformer import Transformer
@@ -21,6 +24,8 @@ from yuan_train.objectives.losses import value_loss
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.zero import STATES
+from yuan_train.rl.engines import RemoteReference
 from yuan_train.rl.experience import RowFeed, Rows
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.lanes import Lanes
@@ -28,16 +33,21 @@ from yuan_train.rl.losses import places
 from yuan_train.train.build import build, publish
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.objective import Targets
+from yuan_train.train.step import Trainer
 
 
 class Reference:
     """A copy on the host of the weights as they are when it is made; the cards hold no second model."""
 
     def __init__(self, runtime: RankRuntime, device: Device) -> None:
-        finish_weight_sync(runtime)
         self._runtime = runtime
         self._device = device
-        self._weights = [_on_host(bucket.weights, device) for bucket in runtime.buckets]
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the weights as they are now."""
+        finish_weight_sync(self._runtime)
+        self._weights = [_on_host(bucket.weights, self._device) for bucket in self._runtime.buckets]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -66,6 +76,70 @@ def _put(runtime: RankRuntime, weights: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for bucket, kept in zip(runtime.buckets, weights, strict=True):
             bucket.weights.copy_(kept)
+
+
+REFERENCE = "reference."
+"""Of the names of a renewed reference's tensors in a checkpoint, before those that a policy's have."""
+
+
+class Renewal:
+    """Makes the reference the policy as it is, every so many steps; checkpoints hold what it was made of.
+
+    These are weights in the precision of the model, each on one rank: of masters that are set to them the
+    model gets the same ones again, under any plan.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        trainer: Trainer,
+        reference: Reference | RemoteReference,
+        *,
+        held: dict[str, LocalShard],
+    ) -> None:
+        """`every`: steps, 0 for never; `held`: see `load_reference`."""
+        self._every = every
+        self._trainer = trainer
+        self.reference = reference
+        self.tensors = dict(held)
+        """What this rank writes of it into a checkpoint, by global name; nothing before the first time."""
+
+    def after(self, step: int) -> None:
+        """Renew it if this step is one of those; collective over all ranks."""
+        if self._every and step % self._every == 0:
+            finish_weight_sync(self._trainer.runtime)
+            self.reference.renew()
+            self.tensors = _kept(self._trainer)
+
+
+def load_reference(checkpoint: Checkpoint, trainer: Trainer) -> dict[str, LocalShard]:
+    """Fill the policy's weights with those of a checkpoint's reference, if it was renewed; collective.
+
+    Returns what this rank is to write of it into further checkpoints. Raises CheckpointError.
+    """
+    held = tensor_names(checkpoint)
+    wanted = {f"{REFERENCE}{name}": shard for name, shard in trainer.tensors("held", STATES[:1]).items()}
+    found = {name: shard for name, shard in wanted.items() if name in held}
+    if not any(name.startswith(REFERENCE) for name in held):
+        return {}
+    load_tensors(checkpoint, found)
+    publish(trainer)
+    return _kept(trainer)
+
+
+def _kept(trainer: Trainer) -> dict[str, LocalShard]:
+    """A copy on the host of what this rank writes of the weights that are trained, by global name."""
+    model = trainer.runtime.grid.plan.model
+    precisions = {bucket.weights.dtype for bucket in trainer.runtime.buckets}
+    dtype = precisions.pop() if precisions else torch.float32
+    return {
+        f"{REFERENCE}{name}": LocalShard(
+            shard.shape,
+            tuple(replace(box, tensor=box.tensor.to("cpu", dtype, copy=True)) for box in shard.boxes),
+        )
+        for name, shard in trainer.tensors("written", STATES[:1]).items()
+        if is_trained(model, name.partition(".")[2])
+    }
 
 
 PREFIX = "critic."

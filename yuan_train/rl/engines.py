@@ -414,12 +414,29 @@ class RemoteReference(RemoteScores):
         runtime, dtype, timeout = trainer.runtime, DTYPES[run.train.precision], connect_seconds(run.train)
         with as_training_error(runtime.coord):
             link = role_weight_link(roles, "reference", position, timeout)
-            buckets, job_rank = role_buckets(roles, "reference", dtype.itemsize), position.job_rank
-            outlet = Outlet(buckets, link=link, job_rank=job_rank, dtype=dtype, by_difference=False)
-            _, sends = outlet.post(own_weights(runtime), runtime.shards)
-            for wait in sends:
-                wait()
+
+            def outlet(trained: bool) -> Outlet:
+                buckets = role_buckets(roles, "reference", dtype.itemsize, trained=trained)
+                return Outlet(
+                    buckets, link=link, job_rank=position.job_rank, dtype=dtype, by_difference=False
+                )
+
+            self._send(trainer, outlet(trained=False))
+        self._outlet = outlet(trained=True)
         super().__init__(roles, "reference", trainer, position, timeout_seconds=timeout)
+
+    def renew(self) -> None:
+        """Send the weights as they are now, of a policy with adapters these alone. Raises TrainingError."""
+        with as_training_error(self._trainer.runtime.coord):
+            if self._channel is not None:
+                self._channel.send(("weights",))
+            self._send(self._trainer, self._outlet)
+
+    @staticmethod
+    def _send(trainer: Trainer, outlet: Outlet) -> None:
+        _, sends = outlet.post(own_weights(trainer.runtime), trainer.runtime.shards)
+        for wait in sends:
+            wait()
 
 
 class RemoteRewardModel(RemoteScores):

@@ -29,7 +29,7 @@ from yuan_train.parallel.groups import enter_world, meet, sum_over_world
 from yuan_train.parallel.links import RolePosition, enter_role, join_role
 from yuan_train.rl.apart import RemoteCollector, Told
 from yuan_train.rl.collect import Collected, Collector
-from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
+from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
 from yuan_train.rl.engines import RemoteReference, RemoteRewardModel, RemoteScores, fates_of, job_ranks
 from yuan_train.rl.environments import Conversation, Environments
 from yuan_train.rl.experience import Group, RowFeed
@@ -323,7 +323,8 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
     )
     plan = policy.plan
     feed = RowFeed(micro_batch_size=_pipeline_of(job).micro_batch_size, device=policy.device)
-    trainer, progress, reference = _build(job, feed, loss, apart)
+    trainer, progress, renewal = _build(job, feed, loss, apart)
+    reference = renewal.reference if renewal is not None else None
     critic = Critic(job, feed) if run.critic is not None else None
     updater = Updater(
         run,
@@ -350,7 +351,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
             collector = Collector(job, trainer, generating, helpers.scorers, reward_model, talk)
         return collector, [collector, reward_model, reference]
 
-    return PolicyEngine(job, trainer, updater, critic, make_collector), progress
+    return PolicyEngine(job, trainer, updater, critic, renewal, make_collector), progress
 
 
 class PolicyEngine:
@@ -362,6 +363,7 @@ class PolicyEngine:
         trainer: Trainer,
         updater: Updater,
         critic: Critic | None,
+        renewal: Renewal | None,
         make_collector: Callable[[], tuple[Collector, list[object]]],
     ) -> None:
         """`make_collector` makes what draws and scores, and says what may have cards of its own; collective,
@@ -370,6 +372,7 @@ class PolicyEngine:
         self._trainer = trainer
         self._updater = updater
         self._critic = critic
+        self._renewal = renewal
         self._make_collector = make_collector
         self._roles: list[object] = []
         self._samples: SampleLog | None = None
@@ -429,6 +432,8 @@ class PolicyEngine:
         stops = torch.tensor([float(request.stop)], dtype=torch.float64)
         sum_over_world(runtime.groups, runtime.coord, stops, "the agreement on a stop")
         self._version += 1
+        if self._renewal is not None:
+            self._renewal.after(self._version)
         self._progress = replace(
             before,
             next_ticket=batch.next_ticket,
@@ -515,9 +520,10 @@ class PolicyEngine:
         return self._trainer.take_expert_tokens()
 
     def tensors(self) -> dict[str, LocalShard]:
-        """The policy's, and the critic's."""
+        """The policy's, the critic's, and those of a reference that was renewed."""
         critic = self._critic.checkpoint_tensors() if self._critic is not None else {}
-        return self._trainer.tensors() | critic
+        reference = self._renewal.tensors if self._renewal is not None else {}
+        return self._trainer.tensors() | critic | reference
 
     def state(self) -> Mapping[str, Any]:
         found = {"progress": asdict(self._progress), "run": as_plain(self._job.run)}
@@ -551,8 +557,9 @@ def _make_reward_model(
 
 def _build(
     job: RLJob, feed: RowFeed, loss: PolicyLoss, apart: RolePosition | None
-) -> tuple[Trainer, Progress, Reference | RemoteReference | None]:
-    """The trainer, and the reference if the run needs one; both with the weights of step 0 at first."""
+) -> tuple[Trainer, Progress, Renewal | None]:
+    """The trainer, and what renews the reference if the run needs one; both with the weights of step 0 at
+    first, or those of which a checkpoint says that the reference was made."""
     policy = job.policy
     if not job.run.needs_reference:
         return *build(policy, feed=feed, objective=loss), None
@@ -560,6 +567,7 @@ def _build(
     if policy.checkpoint is not None:
         fresh = replace(policy, checkpoint=None, start=job.reference_start())
     trainer, progress = build(fresh, feed=feed, objective=loss)
+    held = load_reference(policy.checkpoint, trainer) if policy.checkpoint is not None else {}
     if job.has_apart("reference"):
         assert job.roles is not None and apart is not None
         finish_weight_sync(trainer.runtime)
@@ -568,7 +576,7 @@ def _build(
         reference = Reference(trainer.runtime, trainer.device)
     if policy.checkpoint is not None:
         progress = restore(policy.checkpoint, trainer, policy.run)
-    return trainer, progress, reference
+    return trainer, progress, Renewal(job.run.algorithm.kl.renew, trainer, reference, held=held)
 
 
 def _make_engine(

@@ -2,7 +2,7 @@
 
 It does what the controller says until that says stop: a forward pass over some rows, under any plan, and a
 number of each token or sequence back. Nothing is trained, so there is neither gradient nor optimizer state.
-The reference has its weights from the policy, once; a reward model reads its checkpoint.
+The reference has its weights from the policy, once or, renewed, again; a reward model reads its checkpoint.
 
 The one loop of a rank that works for the policy: it does what the controller asks until that says stop.
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -148,7 +148,7 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
     pipeline = next(p for p in pipelines if position.rank in {r for s in p.stages for r in s.ranks})
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=job.own.device)
     trainer, _ = build(job.own, feed=feed, trained=False)
-    _fill(job, trainer, position)
+    take = _fill(job, trainer, position)
     lanes, coord = Lanes(trainer, feed), trainer.runtime.coord
     channel: Channel | None = None
     if position.rank == 0:
@@ -156,7 +156,12 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
             link = role_message_link(job.roles, job.role, position, connect_seconds(job.run.train))
         channel = Channel(link, job.roles.role_ranks["policy"].start)
     requests = Requests(coord, channel, 0, dist.group.WORLD if dist.is_initialized() else None)
-    for _, rows, count in requests:
+    for kind, *rest in requests:
+        if kind == "weights":
+            with as_training_error(coord):
+                take(trained=True)
+            continue
+        rows, count = cast("tuple[Rows, int]", tuple(rest))
         requests.answer(_score(job, lanes, rows, count))
 
 
@@ -171,19 +176,34 @@ def _score(job: ScoringJob, lanes: Lanes, rows: Rows, count: int) -> torch.Tenso
     return lanes.record(rows, make, "scores")
 
 
-def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> None:
-    """Fill this rank's weights: those of the policy, or a checkpoint's."""
-    runtime, dtype = trainer.runtime, DTYPES[job.run.train.precision]
-    weights = own_weights(runtime)
-    if job.reward_model is None:
-        with as_training_error(runtime.coord):
+class _Take(Protocol):
+    def __call__(self, *, trained: bool) -> None:
+        """Take the weights that the policy sends: all, or those that are trained. Raises LostPeer."""
+        ...
+
+
+def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
+    """Fill this rank's weights: those of the policy, or a checkpoint's; returns what takes the next ones."""
+    runtime, dtype, roles = trainer.runtime, DTYPES[job.run.train.precision], job.roles
+    if job.reward_model is not None:
+        load_runtime(job.reward_model, runtime)
+
+        def never(*, trained: bool) -> None:
+            raise AssertionError("a reward model's weights stay as they are")
+
+        return never
+    with as_training_error(runtime.coord):
+        link = role_weight_link(roles, job.role, position, connect_seconds(job.run.train))
+
+        def take(*, trained: bool) -> None:
             take_weights(
-                role_buckets(job.roles, job.role, dtype.itemsize),
-                weights,
+                role_buckets(roles, job.role, dtype.itemsize, trained=trained),
+                own_weights(runtime),
                 runtime.shards,
-                link=role_weight_link(job.roles, job.role, position, connect_seconds(job.run.train)),
+                link=link,
                 job_rank=position.job_rank,
                 dtype=dtype,
             )
-        return
-    load_runtime(job.reward_model, runtime)
+
+        take(trained=False)
+    return take
