@@ -66,6 +66,7 @@ setup(
         "megatron": ["megatron-core>=0.16,<0.17"],
         "parquet": ["pyarrow"],
         "serve": ["fastapi", "uvicorn"],
+        "math": ["math-verify"],
         "docs": ["mkdocs-material"],
         "test": [
             "pytest",

@@ -67,7 +67,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (11, 2996),
     "cli": (32, 6741),
-    "config": (16, 6153),
+    "config": (16, 6154),
     "data": (11, 3109),
     "hf_export": (3, 632),
     "machine": (8, 1207),
@@ -77,7 +77,7 @@ ROOMS = {
     "parallel": (26, 7892),
     "profile": (4, 1315),
     "report": (7, 1266),
-    "rl": (19, 6356),
+    "rl": (19, 6384),
     "schedule": (9, 2068),
     "serve": (6, 1625),
     "supervise": (6, 1407),

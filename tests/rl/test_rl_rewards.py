@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,6 +72,56 @@ def test_functions_that_are_built_in(
 ) -> None:
     found = score_group([load_function(function)], ["f"], [fields(completion=completion, answer=answer)])
     assert found == {"scores": [[score]]}
+
+
+STUB = """\
+from threading import current_thread, main_thread
+
+
+def parse(text, *, parsing_timeout):
+    assert parsing_timeout is None, "an alarm is for the main thread alone"
+    return [text.rpartition("{")[2].rstrip("}$").lstrip("$")] if "?" not in text else []
+
+
+def verify(gold, found, *, timeout_seconds):
+    assert timeout_seconds is None and current_thread() is not main_thread()
+    return gold == found
+"""
+
+
+def test_mathematics_is_compared_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in threads. An answer without marks is a formula; one that has none in it fails the group."""
+    (tmp_path / "math_verify.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    config = RewardConfig(functions=(RewardFunction(name="math"),), concurrency=2, timeout=60.0)
+    says = "so \\boxed{7}"
+    groups = [[fields(completion=says, answer=answer) for answer in (7, "$7$", "8")], [fields(answer="?")]]
+    with Scorers(config) as scorers:
+        right, odd = scorers.score(groups)
+    assert right.of_answers == ((1.0,), (1.0,), (0.0,))
+    assert odd.error == "math raised ValueError: math-verify reads no expression in the answer '?'"
+
+
+def test_mathematics_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(Unusable, match=r"math needs the package math-verify .*pip install -e '.\[math\]'"):
+        load_function({"name": "math"})
+
+
+def test_mathematics_as_the_package_reads_it() -> None:
+    pytest.importorskip("math_verify")
+    score = load_function({"name": "math"})
+    cases = [
+        (r"\sqrt{8}", r"It is $2\sqrt{2}$.", 1),
+        ("1/2", "so the answer is 0.5", 1),
+        (r"$x^2 + 1$", r"\[1 + x^2\]", 1),
+        ("{1, 2}", r"\boxed{\{2, 1\}}", 1),
+        (7, "7 and then 8", 0),
+        (7, "none", 0),
+    ]
+    for answer, completion, wanted in cases:
+        found = score_group([score], ["math"], [fields(completion=completion, answer=answer)])
+        assert found == {"scores": [[wanted]]}, answer
 
 
 def test_what_a_function_may_do(tmp_path: Path) -> None:

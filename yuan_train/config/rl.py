@@ -40,7 +40,7 @@ Scale = Literal["group", "batch", "none"]
 NormaliseKind = Literal["sequence", "token", "constant"]
 EstimatorKind = Literal["k1", "k2", "k3"]
 Correction = Literal["auto", "aipo", "decoupled", "none"]
-RewardName = Literal["exact", "number", "regex", "format"]
+RewardName = Literal["exact", "number", "math", "regex", "format"]
 EnvironmentName = Literal["calculator", "python", "search"]
 Mode = Literal["sync", "async"]
 OnLostEngine = Literal["stop", "go_on"]
@@ -718,7 +718,8 @@ def _faults(function: RewardFunction) -> Iterator[str]:
     if function.batch and function.python is None:
         yield "batch: true is for functions of a Python file; leave it out"
     if [function.name, function.python, function.url].count(None) != 2:
-        yield 'wanted one of name (exact, number, regex, format), python: "file.py:function" and url: "http://..."'
+        names = ", ".join(get_args(RewardName))
+        yield f'wanted one of name ({names}), python: "file.py:function" and url: "http://..."'
         return
     if function.url is not None:
         parts = urlsplit(function.url)

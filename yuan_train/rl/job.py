@@ -191,7 +191,7 @@ def read_file(file: str, run: RLConfig, tokenizer: Tokenizer | None) -> list[Pro
         max_tokens=run.data.max_prompt_tokens,
         vocab_size=run.model.vocab_size,
     )
-    compared = [f.label for f in run.reward.functions if f.name in ("exact", "number", "regex")]
+    compared = [f.label for f in run.reward.functions if f.name in ("exact", "number", "math", "regex")]
     without = sum(prompt.answer is None for prompt in found)
     if compared and without:
         raise DataError(

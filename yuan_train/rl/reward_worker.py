@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -50,6 +51,8 @@ FIELDS = (
     "turns",
 )
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+"""Whether a text says where its formulas are."""
 _DIES_WITH_PARENT = 1
 """PR_SET_PDEATHSIG of Linux."""
 
@@ -75,11 +78,36 @@ def last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
+def _load_math() -> Score:
+    """1 if the last formula of the completion is the answer. Raises Unusable without the package."""
+    try:
+        library: Any = importlib.import_module("math_verify")
+    except ImportError as error:
+        raise Unusable(
+            f"math needs the package math-verify ({error}): pip install -e '.[math]' in the checkout"
+        ) from None
+
+    def score(fields: dict[str, Any]) -> float:
+        answer = str(fields["answer"])
+        # Its limits of time are alarms of the process, which no thread may set: reward.timeout is the limit.
+        gold = library.parse(
+            answer if _MARKED.search(answer) else f"\\boxed{{{answer}}}", parsing_timeout=None
+        )
+        if not gold:
+            raise ValueError(f"math-verify reads no expression in the answer {answer[:100]!r}")
+        found = library.parse(fields["completion"], parsing_timeout=None)
+        return float(library.verify(gold, found, timeout_seconds=None))
+
+    return score
+
+
 def load_function(function: dict[str, Any], columns: Collection[str] = ()) -> Score | GroupScore:
     """The score of one `RewardFunction`, which may take columns of the prompts. Raises Unusable."""
     name, pattern = function.get("name"), function.get("pattern")
     if name in ("exact", "number"):
         return exact if name == "exact" else number
+    if name == "math":
+        return _load_math()
     if name is not None:
         if name == "format":
             compiled = re.compile(str(pattern), re.DOTALL)
