@@ -279,6 +279,9 @@ class CheckpointConfig:
     """How long a rank waits for the others while a checkpoint is written; disks may differ in speed."""
     resume: str = "auto"
     """`auto`: from the latest complete checkpoint, if there is one; `never`; or a checkpoint's directory."""
+    export: Annotated[int, Ge(0)] = 0
+    """Steps between two checkpoints that are exported too, as `export-hf` does, to hf-step-N beside them, by
+    a process beside the run: a multiple of `every`; 0: none. The newest `keep` are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,6 +505,7 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
     yield from log_constraints(run)
     yield from deadline_constraints(run.search.objective, run.search.deadline)
     yield from tier_constraints(run)
+    yield from export_constraints(run)
     yield from conflicts_of_run(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Violation(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
@@ -590,6 +594,23 @@ def memory_copy_constraints(checkpoint: CheckpointConfig) -> Iterator[Violation]
             f"{checkpoint.in_memory}, but there is no checkpoint.directory, from which a run goes on when "
             "copies are lost; give one, or set in_memory: 0",
         )
+
+
+def export_constraints(run: RunConfig) -> Iterator[Violation]:
+    """Yield what a run that exports its checkpoints cannot have."""
+    config, where = run.checkpoint, ("checkpoint", "export")
+    if not config.export:
+        return
+    if config.directory is None:
+        yield Violation(where, f"{config.export}, but nothing is saved; give checkpoint.directory")
+    if not config.every or config.export % config.every:
+        yield Violation(
+            where,
+            f"{config.export}: what is exported is a checkpoint, and one is saved every {config.every} steps "
+            "(checkpoint.every; 0: only the last); wanted a multiple of it",
+        )
+    if run.model.output == "value":
+        yield Violation(where, f"{config.export}, but a reward model has no published format; leave it out")
 
 
 def _loss_scale_constraints(train: TrainConfig) -> Iterator[Violation]:

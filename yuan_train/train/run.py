@@ -221,6 +221,9 @@ def _run_steps(
                 save_progress(job, engine, progress, saver)
         if result.stop:
             saver.wait()  # Raises if the reason to stop is a failed save.
+            if saver.exports is not None:
+                # Whoever sends SIGTERM gives a run the time of a checkpoint, not of another copy.
+                saver.exports.drop()
             if log is not None:
                 log.say(f"stopped by SIGTERM after step {progress.step}")
             break

@@ -1,19 +1,23 @@
 """Saves the checkpoints of a run, one at a time: synchronously, or in a thread while training goes on.
 
 `Saver` starts a save and waits for it; `make_saver` makes the saver of a run, and `save_progress` collects
-this rank's tensors and starts a save of them.
+this rank's tensors and starts a save of them. `Exports` has what was saved exported by a process beside it.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,7 @@ from yuan_train.checkpoint.in_memory import KeptCheckpoint
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import HostMemoryError
+from yuan_train.config.run import CheckpointConfig
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
@@ -85,6 +90,108 @@ class Snapshots:
         return self._room[:total].split(sizes)
 
 
+EXPORTED = "hf-"
+"""Of the name of an export, before that of its checkpoint."""
+
+
+def export_command(checkpoint: Path, out: Path) -> list[str]:
+    """What exports a checkpoint, with the tokenizer that is in it."""
+    return [sys.executable, "-m", "yuan_train", "export-hf", str(checkpoint), "--out", str(out)]
+
+
+class Exports:
+    """Has checkpoints exported, on rank 0, by one process at a time; one that fails costs a warning alone."""
+
+    def __init__(self, config: CheckpointConfig, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._out = Path()
+        self._num_saved = 0
+        """Checkpoints since that which is exported, itself too."""
+
+    def make_room(self, step: int) -> None:
+        """Before a checkpoint is saved: wait for an export that is in its way, in any thread.
+
+        That is one whose checkpoint it will have removed, or before its own. Not forever, for others wait.
+        """
+        process, keep = self._process, self._config.keep
+        if process is None or not (self._is_due(step) or 0 < keep <= self._num_saved):
+            return
+        try:
+            process.wait(self._config.timeout / 2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    def begin(self, step: int, checkpoint: Path) -> None:
+        """Take note of a checkpoint that was saved, and start to export it if its step is one of those."""
+        self._num_saved += 1
+        self.look()
+        if not self._is_due(step) or self._process is not None:
+            return
+        self._out = checkpoint.with_name(f"{EXPORTED}{checkpoint.name}")
+        self._num_saved = 1
+        # Of the same step before the run went back; it may have been another run then.
+        shutil.rmtree(self._out, ignore_errors=True)
+        try:
+            self._errors = tempfile.TemporaryFile()
+            self._process = subprocess.Popen(
+                export_command(checkpoint, self._out),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                # Ctrl-C is for the trainer, which says what becomes of it.
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._close()
+            self._warn(error)
+
+    def look(self) -> None:
+        """Say what has become of an export that has ended; does not wait."""
+        if self._process is None or self._errors is None or (code := self._process.poll()) is None:
+            return
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").splitlines()
+        self._close()
+        if code:
+            why = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+            self._warn(why)
+            return
+        self._say(f"exported {self._out}")
+        found = sorted(self._out.parent.glob(f"{EXPORTED}step-*"), key=lambda path: (len(path.name), path))
+        for path in found[: -self._config.keep] if self._config.keep else ():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def finish(self) -> None:
+        """Wait for the export that is under way."""
+        if self._process is not None:
+            self._process.wait()
+            self.look()
+
+    def drop(self) -> None:
+        """End the export that is under way, and begin no other: the run is to end soon."""
+        self._config = replace(self._config, export=0)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._close()
+            shutil.rmtree(self._out.with_name(f".{self._out.name}.tmp"), ignore_errors=True)
+            self._say(f"the export to {self._out} was given up")
+
+    def _close(self) -> None:
+        if self._errors is not None:
+            self._errors.close()
+        self._errors = self._process = None
+
+    def _warn(self, why: object) -> None:
+        logger.warning("warning: %s was not exported: %s; the run goes on", self._out, why)
+
+    def _is_due(self, step: int) -> bool:
+        return self._config.export > 0 and step % self._config.export == 0
+
+
 class Saver:
     """Starts saves and waits for them; every rank does both at the same points of the run.
 
@@ -100,11 +207,12 @@ class Saver:
         say: Callable[[str], None],
         device: Device | None = None,
         group: dist.ProcessGroup | None = None,
+        exports: Exports | None = None,
     ) -> None:
         """`saved` is the step of the newest checkpoint, if any; `say` logs a line.
 
         With `device`, this rank's device, saves run in the background; `group` must then be a process group
-        that nothing else uses.
+        that nothing else uses. `exports`: on rank 0, of a run that exports what it saves.
         """
         self.started = self.saved = saved
         """Step of the newest save that was started, and of the newest that is complete."""
@@ -115,6 +223,7 @@ class Saver:
         self.snapshots = None if device is None else Snapshots(device)
         """What saves in the background write; None if they run here."""
         self._pending: Future[Path] | None = None
+        self.exports = exports
 
     def start(self, step: int, save: Callable[[], Path]) -> None:
         """Run `save`, which returns the checkpoint's path, here or in the thread.
@@ -132,6 +241,8 @@ class Saver:
 
     def failed(self) -> bool:
         """Whether the pending save has failed; logs one that has succeeded. Does not wait."""
+        if self.exports is not None:
+            self.exports.look()
         if self._pending is None or not self._pending.done():
             return False
         if self._pending.exception() is not None:
@@ -150,6 +261,8 @@ class Saver:
     def _finish(self, path: Path) -> None:
         self.saved = self.started
         self._say(f"saved {path}")
+        if self.exports is not None and self.saved is not None:
+            self.exports.begin(self.saved, path)
 
     def __enter__(self) -> Self:
         return self
@@ -167,6 +280,8 @@ class Saver:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+            if self.exports is not None:
+                self.exports.finish() if error is None else self.exports.drop()
 
 
 def make_saver(job: Job, engine: Engine, log: Log | None) -> Saver:
@@ -181,6 +296,7 @@ def make_saver(job: Job, engine: Engine, log: Log | None) -> Saver:
         device=job.device if background else None,
         # Of its own also in the foreground: the slowest disk may take longer than a step ever does.
         group=make_save_group(timeout_seconds=config.timeout) if saves else None,
+        exports=Exports(config, log.say) if config.export and log is not None else None,
     )
 
 
@@ -213,7 +329,13 @@ def save_progress(job: Job, engine: Engine, progress: Progress, saver: Saver) ->
         keep=job.run.checkpoint.keep,
         group=saver.group,
     )
-    saver.start(progress.step, save)
+
+    def save_next() -> Path:
+        if saver.exports is not None:
+            saver.exports.make_room(progress.step)
+        return save()
+
+    saver.start(progress.step, save_next)
 
 
 def checkpoint_state(job: Job, engine: Engine, progress: Progress) -> dict[str, Any]:
