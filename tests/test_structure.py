@@ -67,7 +67,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (11, 2996),
     "cli": (32, 6741),
-    "config": (16, 6175),
+    "config": (16, 6174),
     "data": (11, 3109),
     "hf_export": (3, 632),
     "machine": (8, 1207),

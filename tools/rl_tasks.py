@@ -22,7 +22,7 @@ from pathlib import Path
 
 EQUALS, END = 10, 11
 STEPS = {"sum": 150, "copy": 40, "calculate": 200}
-WORDS = [*map(str, range(10)), "=", "<end>"]
+WORDS = [*map(str, range(4)), "=", "<end>"]
 """Of `calculate`."""
 
 
@@ -37,11 +37,11 @@ def ends(completion_ids: list[int], ended: str) -> float:
 
 
 def asks(prompt: str, turns: list[str], value: int) -> float:
-    """A half if the first turn begins with a, and a quarter more if it is `a =`. With that, a quarter more
-    for one word behind what the calculator says, and 1 more if that is the value."""
+    """A quarter if the first turn begins with a, and a half more if it is `a =`. With that, a quarter more for
+    one word behind what the calculator says, and 1 more if that is the value."""
     said = turns[0].split()
     if said != [prompt, "="]:
-        return 0.5 * (said[:1] == [prompt])
+        return 0.25 * (said[:1] == [prompt])
     last = turns[2].split() if len(turns) == 3 else []
     return 0.75 + 0.25 * (len(last) == 1) + (last == [str(value)])
 
@@ -62,7 +62,7 @@ def prompts_of(task: str) -> list[dict[str, object]]:
         ways = [(name, place) for name in ("Anna", "Ben", "Clara", "David") for place in ("forest", "lake")]
         return [{"prompt": f"One day {name} walked to the {place}."} for name, place in ways]
     if task == "calculate":
-        return [{"prompt": str(a), "value": a} for a in range(10)]
+        return [{"prompt": str(a), "value": a} for a in range(4)]
     if task == "copy":
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a in range(10) for b in range(10)]
@@ -96,7 +96,7 @@ def learn(task: str, seed: int, folder: Path, overrides: list[str]) -> tuple[flo
             f"data.tokenizer={folder}",
             f"model.vocab_size={len(WORDS)}",
             "environment=calculator",
-            "generation={max_new_tokens: 7, slots: 512}",
+            "generation={max_new_tokens: 6, slots: 512}",
         ]
     code = yuan_train(
         [

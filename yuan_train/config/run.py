@@ -500,12 +500,11 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
             f"{train.micro_batch_size} (train.micro_batch_size)",
         )
     yield from _loss_scale_constraints(train)
-    yield from memory_copy_constraints(run.checkpoint)
+    yield from (*memory_copy_constraints(run.checkpoint), *export_constraints(run))
     yield from objective_constraints(run)
     yield from log_constraints(run)
     yield from deadline_constraints(run.search.objective, run.search.deadline)
     yield from tier_constraints(run)
-    yield from export_constraints(run)
     yield from conflicts_of_run(run)
     if optimizer.minimum_learning_rate > optimizer.learning_rate:
         yield Violation(("optimizer", "minimum_learning_rate"), "greater than learning_rate; make it smaller")
