@@ -80,6 +80,7 @@ KEYS = [
         "suffix",
     ),
     *("presence_penalty", "frequency_penalty", "logit_bias", "tools", "tool_choice", "response_format"),
+    *("stop_token_ids", "ignore_eos", "logprobs_mode"),
     *("user", "metadata", "store", "return_token_ids", "nonsense", "__class__", "\ud800", "a" * 1000, ""),
 ]
 
@@ -134,6 +135,7 @@ def wrong_way(r: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
                 "/v1/models/",
                 f"/v1/models/{'a' * 3000}",
                 "/health",
+                "/update_weights_from_disk",
                 "//",
                 "/%00",
             ),

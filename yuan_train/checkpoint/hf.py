@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -451,7 +451,8 @@ def export_hf(
         raise CheckpointError(f"--dtype: {common!r}; wanted one of {', '.join(DTYPES)}")
     published = format_of(checkpoint.model.architecture)
     head = hf.get("head", published.STORES_TIED_HEAD)
-    tensors = dict(_published(checkpoint, common, {} if dtype else hf.get("dtypes", {}), head))
+    reader, dtypes = WholeTensorReader(checkpoint), {} if dtype else hf.get("dtypes", {})
+    tensors = dict(_published(checkpoint.model, reader, common, dtypes, head)) | dict(reader.buffers())
     config = published.published_config(
         checkpoint.model, dtype=common, original=hf.get("config"), resets=data, token_ids=token_ids
     )
@@ -474,12 +475,55 @@ def export_hf(
     return Exported(str(out), parameters, len(tensors), common, files)
 
 
+class WeightReader(Protocol):
+    """Gives whole weights; asked for one several times in a row, it may keep it."""
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The weights of global name `name` and global shape `shape`, adapters merged."""
+        ...
+
+
+def published_weights(model: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """The global names and shapes of what `write_model` reads, in its order."""
+    layout = format_of(model.architecture).published_layout(model)
+    return [(mapping.name, mapping.shape) for mapping in layout]
+
+
+def write_model(
+    model: ModelConfig, reader: WeightReader, out: Path, *, dtype: str, resets: Mapping[str, Any]
+) -> int:
+    """Write weights and config.json of a model to `out`, in place of what is there; returns their bytes.
+
+    It is written under a temporary name, and then renamed. `dtype`: as of `export_hf`; `resets`: what the
+    model was trained to reset at document ends. Raises OSError.
+    """
+    published = format_of(model.architecture)
+    tensors = dict(_published(model, reader, dtype, {}, published.STORES_TIED_HEAD))
+    config = published.published_config(model, dtype=dtype, original=None, resets=resets, token_ids=None)
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    _write_weights(temporary, tensors, SHARD_BYTES)
+    _write_configs(temporary, config)
+    shutil.rmtree(out, ignore_errors=True)
+    temporary.rename(out)
+    return sum(tensor.num_bytes for tensor in tensors.values())
+
+
+def open_model(folder: Path, model: ModelConfig) -> dict[str, LazyTensor]:
+    """The weights of a folder in the published format, by our global names, of this very model.
+
+    Raises CheckpointError if a name, shape or dtype does not fit; a read does for values that are not finite.
+    """
+    _read_config(folder)
+    stored = open_tensors(folder)
+    return {mapping.name: _assemble(mapping, stored) for mapping in _check_names(folder, model, stored)}
+
+
 def _published(
-    checkpoint: Checkpoint, common: str, dtypes: Mapping[str, str], head: bool
+    model: ModelConfig, reader: WeightReader, common: str, dtypes: Mapping[str, str], head: bool
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the published tensors in order; parts of the same tensor of ours follow each other."""
-    reader = WholeTensorReader(checkpoint)
-    model = checkpoint.model
 
     def dtype_of(name: str) -> torch.dtype:
         return DTYPES[dtypes.get(name, common)]
@@ -490,10 +534,9 @@ def _published(
         if mapping.parts == (EMBEDDING,) and head and model.tie_embeddings:
             # A copy: published checkpoints have both, and a safetensors file has no shared storage.
             yield HEAD, _part(reader, mapping, 0, dtype_of(HEAD))
-    yield from reader.buffers()
 
 
-def _part(reader: WholeTensorReader, mapping: TensorMapping, number: int, dtype: torch.dtype) -> LazyTensor:
+def _part(reader: WeightReader, mapping: TensorMapping, number: int, dtype: torch.dtype) -> LazyTensor:
     """Published part `number` of one of our tensors."""
 
     def read() -> torch.Tensor:

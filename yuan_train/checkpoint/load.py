@@ -264,6 +264,13 @@ def _dtype_of(reader: Reader, key: str) -> torch.dtype:
     return entry.properties.dtype
 
 
+def merged_adapters(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float) -> torch.Tensor:
+    """W + scale B A of a matrix [out, in] with adapters [rank, in] and [out, rank], in fp32 (fp64 for fp64)
+    or wider."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale)
+
+
 class WholeTensorReader:
     """Reads full tensors of a checkpoint; keeps the last one, since its parts are read one after another."""
 
@@ -295,8 +302,7 @@ class WholeTensorReader:
             self._load(f"{WEIGHTS}.{adapter}", shape)
             for adapter, shape in zip(names, ((rank, columns), (rows, rank)), strict=True)
         )
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=self._lora.scale)
+        return merged_adapters(weight, a, b, scale=self._lora.scale)
 
     def stored(self) -> Iterator[tuple[str, LazyTensor]]:
         """Weights and buffers as they are stored, by their names in the checkpoint; no optimizer state."""

@@ -75,6 +75,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--allow-weights",
+        action="store_true",
+        help="let requests put other weights in place, as a trainer does; without it no request changes "
+        "anything",
+    )
     add_node_options(parser)
     parser.set_defaults(run=run)
 
@@ -106,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
             except Exception as error:
                 fault = error
             else:
-                _serve(job, listening)
+                _serve(job, listening, takes_weights=arguments.allow_weights)
                 return 0
         fail_together(fault, position)
 
@@ -160,7 +166,7 @@ def _command_of_rank(arguments: argparse.Namespace) -> list[str]:
     for name in OF_THE_SERVER:
         value = getattr(arguments, name)
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    return command
+    return [*command, *(["--allow-weights"] if arguments.allow_weights else [])]
 
 
 def _prepare(arguments: argparse.Namespace, plan: Plan | None, position: Position) -> ServeJob:
@@ -200,7 +206,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _serve(job: ServeJob, listening: socket.socket | None) -> None:
+def _serve(job: ServeJob, listening: socket.socket | None, *, takes_weights: bool) -> None:
     """Serve, or follow rank 0, until that is told to stop."""
     from yuan_train.serve.app import Api, make_app, web_server
     from yuan_train.serve.protocol import Served
@@ -220,6 +226,7 @@ def _serve(job: ServeJob, listening: socket.socket | None) -> None:
             vocab_size=model.vocab_size,
             max_length=limits.max_length,
             most_answers=scheduler.most,
+            takes_weights=takes_weights,
         )
         api = Api(served, scheduler, timeout_seconds=limits.timeout_seconds)
         with web_server(make_app(api), listening):

@@ -45,6 +45,7 @@ EnvironmentName = Literal["calculator", "python", "search"]
 Mode = Literal["sync", "async"]
 OnLostEngine = Literal["stop", "go_on"]
 Placement = Literal["shared", "apart"]
+ServerKind = Literal["auto", "yuan_train", "vllm", "sglang"]
 NotNegative = Annotated[float, Ge(0)]
 Bounds = tuple[float, float]
 
@@ -255,7 +256,8 @@ class AlgorithmConfig:
     dual_clip: Annotated[float, Gt(1)] | None = None
     """The most that the ratio counts where the advantage is negative; None: no limit."""
     correction: Correction = "auto"
-    """For answers that older weights drew; auto: none in sync mode, aipo in async."""
+    """For answers that older weights drew, or another program; auto: aipo in async mode and with servers over
+    HTTP, else none."""
     rho: Annotated[float, Gt(0)] = 4.0
     """Largest weight of a token under `aipo` and `decoupled`."""
     updates: Count = 1
@@ -306,6 +308,41 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.staleness is None:
             object.__setattr__(self, "staleness", 0 if self.mode == "sync" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpGeneration:
+    """Servers over HTTP that draw the answers; the policy gives them its weights through a folder."""
+
+    http: Annotated[tuple[str, ...], MinLen(1)]
+    """Their addresses, such as http://10.0.0.5:8000. If one is lost, the others answer its prompts."""
+    model: str
+    """The name that each of them has for the policy, in its /v1/models."""
+    folder: str | None = None
+    """Where the weights of each batch are put, in Hugging Face's format: a folder of its own, which all
+    servers see under this path; None: `weights` in log.directory."""
+    kind: ServerKind = "auto"
+    """Which program they are; auto: as /v1/models says."""
+    shares: tuple[Annotated[float, Gt(0)], ...] | None = None
+    """What part of the prompts each is given, relative to the others, as their tokens/s are; None: equal."""
+    concurrency: Count = 32
+    """Prompts that each is asked at a time."""
+    timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
+    """Longest time for the answers to a prompt, or to take weights; then the server counts as lost."""
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """The share of each; their sum is 1."""
+        shares = self.shares or (1.0,) * len(self.http)
+        return tuple(share / sum(shares) for share in shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesConfig:
+    """Roles that others than this run's ranks have."""
+
+    generation: HttpGeneration | None = None
+    """Who draws the answers; None: the ranks of this run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,6 +424,8 @@ class RLConfig:
     """Of an algorithm with advantage gae, which has one with the defaults; of no other."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Whether answers are drawn and trained in turn, or at once."""
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    """Roles that others than this run's ranks have."""
     train: RLTrainConfig
     evaluation: RLEvaluationConfig = field(default_factory=RLEvaluationConfig)
     optimizer: OptimizerConfig
@@ -442,7 +481,8 @@ class RLConfig:
     def correction(self, mode: Mode) -> Literal["aipo", "decoupled", "none"]:
         """What is done about answers that older weights drew."""
         given = self.algorithm.correction
-        return given if given != "auto" else "aipo" if mode == "async" else "none"
+        differs = mode == "async" or self.roles.generation is not None
+        return given if given != "auto" else "aipo" if differs else "none"
 
 
 def policy_run(run: RLConfig, *, sequence_length: int | None = None) -> RunConfig:
@@ -497,6 +537,8 @@ def validate_rl(run: RLConfig) -> Iterator[Violation]:
     yield from _algorithm(run)
     yield from _rewards(run)
     yield from _environment(run)
+    if run.roles.generation is not None:
+        yield from _servers(run, run.roles.generation)
     if run.schedule.mode == "sync" and run.schedule.staleness:
         yield Violation(
             ("schedule", "staleness"),
@@ -712,6 +754,51 @@ def _environment(run: RLConfig) -> Iterator[Violation]:
         yield Violation(
             ("generation", "stop_ids"), "none, and no data.tokenizer has some: wanted what ends a turn"
         )
+
+
+def _servers(run: RLConfig, servers: HttpGeneration) -> Iterator[Violation]:
+    where = ("roles", "generation")
+    for i, url in enumerate(servers.http):
+        fault = _fault_of_address(url)
+        if fault is not None:
+            yield Violation((*where, "http", i), f"{url!r}: {fault}")
+        elif url.rstrip("/") in [other.rstrip("/") for other in servers.http[:i]]:
+            yield Violation((*where, "http", i), f"{url!r} is there twice; give each server once")
+    if servers.shares is not None and len(servers.shares) != len(servers.http):
+        yield Violation(
+            (*where, "shares"), f"{len(servers.shares)} of {len(servers.http)} servers; give one to each"
+        )
+    if servers.folder is None and run.log.directory is None:
+        yield Violation(
+            (*where, "folder"), "nothing says where weights are put; give it, or log.directory, to all nodes"
+        )
+    if run.environment is not None:
+        yield Violation(
+            ("environment",), "servers over HTTP do not wait for one within an answer; leave it out"
+        )
+    if run.model.num_experts:
+        yield Violation(
+            ("model", "num_experts"),
+            f"{run.model.num_experts}, but servers over HTTP do not say which experts drew; leave roles out",
+        )
+    if run.generation.weights == "in_flight":
+        yield Violation(
+            ("generation", "weights"),
+            "in_flight, but servers over HTTP take weights between two batches; leave it out",
+        )
+
+
+def _fault_of_address(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole, parts = False, urlsplit("")
+    if not is_whole or parts.query or parts.fragment or parts.username is not None or not url.isprintable():
+        return "wanted an address such as http://10.0.0.5:8000"
+    if parts.path.rstrip("/").endswith("/v1"):
+        return "wanted the address before /v1; leave that out"
+    return None
 
 
 def _faults(function: RewardFunction) -> Iterator[str]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
 from yuan_train.parallel.links import RolePosition, take_weights
+from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
@@ -247,6 +248,55 @@ class _ToldOfTicket:
     message: Answered
 
 
+class EngineEnds(Protocol):
+    """The ends of a rank of the policy of all engines; see `Engines`."""
+
+    @property
+    def is_controller(self) -> bool: ...
+
+    @property
+    def left(self) -> tuple[int, ...]: ...
+
+    def tell(self, engine: int, message: Any) -> None: ...
+
+    def tell_all(self, message: Any) -> None: ...
+
+    def hear(self) -> tuple[int, Any | None]: ...
+
+    def publish(
+        self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
+    ) -> int: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Engines that are not on the policy's cards, and how they are used."""
+
+    engines: EngineEnds
+    shares: Sequence[float]
+    """Of the prompts."""
+    offers: Offers | None = None
+    """In flight."""
+
+
+def own_fleet(job: RLJob, position: RolePosition) -> Fleet:
+    """The engines of an RL plan."""
+    roles, run = job.roles, job.run
+    assert roles is not None, "roles are apart"
+    engines = Engines(
+        roles,
+        position,
+        dtype=DTYPES[run.train.precision],
+        timeout_seconds=connect_seconds(run.train),
+        run=run,
+    )
+    in_flight = run.generation.weights == "in_flight"
+    offers = Offers(position.store, len(roles.engine_shares)) if in_flight else None
+    return Fleet(engines, roles.engine_shares, offers)
+
+
 _Heard = tuple[dict[int | str, list[Sample]], dict[int | str, _ToldOfTicket], dict[int | str, Scores]]
 
 
@@ -259,24 +309,13 @@ class RemoteCollector(Collector):
         trainer: Trainer,
         scorers: Scorers | None,
         reward_model: RewardModel | RemoteRewardModel | None,
-        position: RolePosition,
+        fleet: Fleet,
     ) -> None:
         super().__init__(job, trainer, None, scorers, reward_model)
-        roles = job.roles
-        assert roles is not None, "roles are apart"
-        run = job.run
-        self._staleness = roles.staleness
-        self._shares = roles.engine_shares
-        self._engines = Engines(
-            roles,
-            position,
-            dtype=DTYPES[run.train.precision],
-            timeout_seconds=connect_seconds(run.train),
-            run=run,
-        )
-        self._offers: Offers | None = None
-        if run.generation.weights == "in_flight":
-            self._offers = Offers(position.store, len(roles.engine_shares))
+        self._staleness = job.staleness
+        self._shares = fleet.shares
+        self._engines = fleet.engines
+        self._offers = fleet.offers
         self._published = -1
         self._issued = 0
         self._owner: dict[int | str, int] = {}

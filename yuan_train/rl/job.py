@@ -10,12 +10,13 @@ from yuan_train.config.errors import ConfigError, DataError, PlanError
 from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.plan_constraints import check_plan_of_run
-from yuan_train.config.rl import SKIPS_IN_TURN, Mode, RLConfig, policy_run
+from yuan_train.config.rl import SKIPS_IN_TURN, HttpGeneration, Mode, RLConfig, policy_run
 from yuan_train.config.rl_plan import RlForecast, RlPlan, ScoringRole
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
 from yuan_train.rl.reward_model import find_reward_model
+from yuan_train.rl.servers import check_servers
 from yuan_train.train.job import Job, Position, check_position, check_same_model, find_checkpoints
 from yuan_train.train.trackers import check_trackers
 
@@ -42,9 +43,14 @@ class RLJob:
     """What an RL plan says of a step."""
 
     @property
+    def http(self) -> HttpGeneration | None:
+        """The servers that draw the answers, if some do."""
+        return self.run.roles.generation
+
+    @property
     def generates_apart(self) -> bool:
-        """Whether engines on other cards draw the answers."""
-        return self.roles is not None and not self.roles.roles.generation.is_shared
+        """Whether engines on other cards, or servers, draw the answers."""
+        return self.http is not None or (self.roles is not None and not self.roles.roles.generation.is_shared)
 
     def has_apart(self, role: ScoringRole) -> bool:
         """Whether a role scores on cards of its own."""
@@ -53,7 +59,18 @@ class RLJob:
     @property
     def mode(self) -> Mode:
         """Whether batches are drawn while others are trained."""
+        if self.http is not None:
+            return "async" if self.run.schedule.mode == "async" else "sync"
         return "sync" if self.roles is None else self.roles.mode
+
+    @property
+    def staleness(self) -> int:
+        """Batches that the weights of an answer may be older than its own."""
+        if self.mode == "sync":
+            return 0
+        if self.http is None and self.roles is not None:
+            return self.roles.staleness
+        return self.run.schedule.staleness or 0
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -128,16 +145,24 @@ def prepare_rl(
     job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
     reward_model = find_reward_model(run, tokenizer)
     start_of_critic = _critic_start(run)
+    if run.roles.generation is not None and position.rank == 0:
+        check_servers(run.roles.generation, run)
     return RLJob(run, job, prompts, tuple(evaluation), roles, reward_model, start_of_critic, forecast)
 
 
 def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = None) -> None:
     """Raise YuanError for what a run or a plan may ask for, and this release cannot do."""
     faults: list[str] = []
-    if run.schedule.mode == "async" and (roles is None or roles.mode != "async"):
+    servers = run.roles.generation
+    if servers is not None and roles is not None and not roles.roles.generation.is_shared:
         faults.append(
-            "schedule.mode: async is not there yet without an RL plan of roles apart; make one "
-            "(yuan-train plan), set sync, or leave it out"
+            "roles.generation.http: servers draw the answers, but the plan has cards for that; plan again, "
+            "or leave it out"
+        )
+    if servers is None and run.schedule.mode == "async" and (roles is None or roles.mode != "async"):
+        faults.append(
+            "schedule.mode: async is not there yet without an RL plan of roles apart, or servers over HTTP; "
+            "make one (yuan-train plan), set sync, or leave it out"
         )
     if run.schedule.mode == "sync" and roles is not None and roles.mode != "sync":
         faults.append("schedule.mode: sync, but the plan is async; plan again, or leave it out")
@@ -149,10 +174,11 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
             "mode async, or leave it out"
         )
     has_others = roles is not None and not roles.roles.generation.is_shared and len(roles.engine_shares) > 1
+    has_others |= servers is not None and len(servers.http) > 1
     if run.generation.on_lost_engine == "go_on" and not has_others:
         faults.append(
             "generation.on_lost_engine: go_on, but no other engine would be left; give an RL plan of several "
-            "engines on cards of their own, or leave it out"
+            "engines on cards of their own, or several servers, or leave it out"
         )
     if run.model.num_experts and run.critic is not None:
         faults.append("model.num_experts: a critic with experts is not there yet; use grpo")
@@ -216,5 +242,7 @@ def _digest(run: RLConfig) -> str:
     critic = None
     if run.critic is not None:
         critic = replace(run.critic, checkpoint=None if run.critic.checkpoint is None else "given")
-    plain = dump([data, run.generation, run.reward, run.algorithm, critic, run.schedule, run.evaluation])
+    servers = run.roles.generation and replace(run.roles.generation, folder=None)
+    parts = [data, run.generation, run.reward, run.algorithm, critic, run.schedule, run.evaluation, servers]
+    plain = dump(parts)
     return f"reinforcement learning {hashlib.sha256(plain.encode()).hexdigest()[:16]}"

@@ -27,13 +27,14 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.board import Board
 from yuan_train.parallel.groups import enter_world, meet, sum_over_world
 from yuan_train.parallel.links import RolePosition, enter_role, join_role
-from yuan_train.rl.apart import RemoteCollector, Told
+from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
 from yuan_train.rl.engines import RemoteReference, RemoteRewardModel, RemoteScores, fates_of, job_ranks
 from yuan_train.rl.environments import Conversation, Environments
 from yuan_train.rl.experience import Group, RowFeed
 from yuan_train.rl.generator import Engine, make_engine, pipeline_group
+from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.losses import PolicyLoss
 from yuan_train.rl.reward_model import RewardModel
@@ -263,8 +264,9 @@ class Helpers:
 
 
 def _scorers(job: RLJob) -> Scorers | None:
-    """The reward functions' processes, on rank 0; engines of their own score where they are."""
-    if job.policy.position.rank > 0 or job.generates_apart:
+    """The reward functions' processes, on rank 0; engines of their own score where they are, but what servers
+    draw is scored here."""
+    if job.policy.position.rank > 0 or (job.generates_apart and job.http is None):
         return None
     return Scorers(job.run.reward, job.prompts.columns)
 
@@ -344,9 +346,12 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
 
     def make_collector() -> tuple[Collector, list[object]]:
         reward_model = _make_reward_model(job, trainer, apart)
-        if job.generates_apart:
+        if job.http is not None:
+            fleet = http_fleet(job, trainer, helpers.scorers)
+            collector = RemoteCollector(job, trainer, helpers.scorers, reward_model, fleet)
+        elif job.generates_apart:
             assert apart is not None
-            collector = RemoteCollector(job, trainer, helpers.scorers, reward_model, apart)
+            collector = RemoteCollector(job, trainer, helpers.scorers, reward_model, own_fleet(job, apart))
         else:
             collector = Collector(job, trainer, generating, helpers.scorers, reward_model, talk)
         return collector, [collector, reward_model, reference]

@@ -28,7 +28,8 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.generator import Token
 from yuan_train.serve.draws import NOT_FINITE
-from yuan_train.serve.protocol import ApiError, Call, Served, read_call, read_json
+from yuan_train.serve.protocol import ApiError, Call, Served, read_call, read_json, read_weights_body
+from yuan_train.serve.ranks import WeightsRefused
 from yuan_train.serve.scheduler import QueueFull, Scheduler, Stopped
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -96,10 +97,11 @@ class Answer:
                 "the model's logits are not finite: its weights are at fault", status=500, code="not_finite"
             )
         self.ids.append(number)
-        if alternatives is not None and self.texts is not None:
+        if alternatives is not None:
+            text = self.texts.of if self.texts is not None else "token_id:{}".format
             others = [(round(one), value) for one, value in zip(drawn[2::2], drawn[3::2], strict=True)]
-            told = tuple((self.texts.of(one), value) for one, value in others[:alternatives])
-            self._tokens.append(TokenText(self.texts.of(number), drawn[1], told))
+            told = tuple((text(one), value) for one, value in others[:alternatives])
+            self._tokens.append(TokenText(text(number), drawn[1], told))
         if token.sample is not None:
             self.finish_reason = "stop" if token.sample.ended == "stop" else "length"
         if self.stops or self.is_streamed or self.finish_reason is not None:
@@ -375,6 +377,7 @@ class Api:
             "created": self._served.created,
             "owned_by": "yuan_train",
             "max_model_len": self._served.max_length,
+            "takes_weights": self._served.takes_weights,
         }
 
     async def health(self) -> Response:
@@ -397,6 +400,23 @@ class Api:
     async def chat_completions(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         return await self._answer(request, is_chat=True)
+
+    async def update_weights(self, request: Request) -> Response:
+        """`POST /update_weights_from_disk`: answered once all pipelines have the weights of a folder."""
+        if not self._served.takes_weights:
+            raise ApiError(
+                "this server takes no weights: nothing has changed; start it with --allow-weights",
+                status=403,
+                code="weights_not_allowed",
+            )
+        folder = read_weights_body(await _read_body(request))
+        try:
+            await asyncio.to_thread(self._scheduler.change_weights, folder)
+        except WeightsRefused as error:
+            raise ApiError(f"{error}; nothing has changed", param="model_path", code="bad_weights") from None
+        except Stopped as error:
+            raise ApiError(str(error), status=503, code="stopped") from None
+        return JSONResponse({"success": True, "message": f"the weights are those of {folder}"})
 
     async def _answer(self, request: Request, *, is_chat: bool) -> Response:
         content = await _read_body(request)
@@ -505,6 +525,7 @@ def make_app(api: Api) -> FastAPI:
     app.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
+    app.add_api_route("/update_weights_from_disk", api.update_weights, methods=["POST"])
     app.add_exception_handler(ApiError, _told)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _failed)

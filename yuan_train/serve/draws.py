@@ -30,6 +30,8 @@ class Asked(Ticket):
     stop_ids: frozenset[int]
     alternatives: int | None = None
     """Most probable tokens to tell with each; None: not even the token's own log-probability is told."""
+    at_temperature: bool = False
+    """Whether log-probabilities are those of softmax(logits / temperature), of which tokens are drawn."""
 
 
 class SeededDraws:
@@ -69,7 +71,8 @@ class SeededDraws:
         told[0] = token
         if asked.alternatives is None:
             return
-        log_probs_V = logits_V.log_softmax(0)
+        heat = asked.sampling.temperature if asked.at_temperature and asked.sampling.temperature else 1.0
+        log_probs_V = (logits_V.double() / heat if heat != 1 else logits_V).log_softmax(0)
         told[1] = log_probs_V[token]
         if count := min(asked.alternatives, len(log_probs_V)):
             values, tokens = log_probs_V.topk(count)

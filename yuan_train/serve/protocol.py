@@ -22,6 +22,7 @@ from yuan_train.models.generate import Sampling
 from yuan_train.serve.draws import MOST_ALTERNATIVES, Asked
 
 MOST_STOPS, LONGEST_STOP = 16, 1000
+MOST_STOP_IDS = 1000
 LEAST_TEMPERATURE = 1e-3
 """Below it, and above 0, logits divided by the temperature are not finite in fp32."""
 SEEDS = 1 << 62
@@ -44,7 +45,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's form."""
-        kinds = {408: "timeout_error", 429: "rate_limit_error"}
+        kinds = {403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
@@ -62,6 +63,8 @@ class Served:
     """Tokens of a prompt and its answer."""
     most_answers: int
     """That may be asked for at once."""
+    takes_weights: bool = False
+    """Whether a request may give it other weights."""
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -158,6 +161,8 @@ class Body(_Form):
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(gt=-SEEDS, lt=SEEDS)] | None = None
     stop: Annotated[list[str], BeforeValidator(_check_stops)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MOST_STOP_IDS)] = []
+    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -172,6 +177,7 @@ class Body(_Form):
 class CompletionBody(Body):
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_check_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)] | None = None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     suffix: Refused = None
@@ -206,6 +212,23 @@ class ChatBody(Body):
 
 
 # --- reading ---------------------------------------------------------------------------------------------
+
+
+class WeightsBody(_Form):
+    """What has a server take other weights, as SGLang names it."""
+
+    model_path: Annotated[str, Field(min_length=1)]
+
+
+def read_weights_body(content: bytes) -> str:
+    """The folder of weights that a request names. Raises ApiError."""
+    try:
+        folder = WeightsBody.model_validate(read_json(content)).model_path
+    except ValidationError as error:
+        raise _as_api_error(error) from None
+    if not folder.startswith("/") or "\x00" in folder or not folder.isprintable():
+        raise ApiError(f"model_path: wanted an absolute path, got {_short(repr(folder))}", param="model_path")
+    return folder
 
 
 def read_json(content: bytes) -> dict[str, Any]:
@@ -247,6 +270,11 @@ def read_call(value: dict[str, Any], served: Served, number: Callable[[], int], 
             raise ApiError("best_of: wanted none, or that of n", param="best_of")
         if body.echo and alternatives is not None:
             raise ApiError("echo: the log-probabilities of a prompt are not told", param="echo")
+        if body.logprobs_mode == "processed_logprobs" and (body.top_k or body.top_p not in (None, 1.0)):
+            raise ApiError(
+                "logprobs_mode: processed_logprobs is served without top_k and top_p alone; leave them out",
+                param="logprobs_mode",
+            )
     return _make_call(body, served, number, prompts, alternatives, echoes)
 
 
@@ -282,8 +310,9 @@ def _make_call(
             sampling=sampling,
             seed=seed + place * count + choice,
             max_new_tokens=_new_tokens(ids, limit, served, isinstance(body, ChatBody)),
-            stop_ids=served.stop_ids,
+            stop_ids=frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else served.stop_ids),
             alternatives=alternatives,
+            at_temperature=isinstance(body, CompletionBody) and body.logprobs_mode == "processed_logprobs",
         )
         for place, ids in enumerate(prompts)
         for choice in range(count)

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from yuan_train.checkpoint.hf import open_model
 from yuan_train.checkpoint.load import Checkpoint
-from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.errors import ConfigError, PlanError, YuanError
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import plan_digest
@@ -27,11 +29,12 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, enter_world, make_tensor_groups, meet
+from yuan_train.parallel.shard import global_boxes
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.generator import Engine, Token
 from yuan_train.serve.draws import Asked, SeededDraws
-from yuan_train.train.build import DTYPES, load_runtime, model_parts
+from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
 from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Position, check_same_model, choose_device, choose_planned
@@ -89,6 +92,14 @@ class Order:
     join: tuple[Asked, ...] = ()
     leave: tuple[int | str, ...] = ()
     stop: bool = False
+    read: str | None = None
+    """A folder of weights to read beside those in use, in place of a round."""
+    take: bool | None = None
+    """In place of a round: use what was read from now on, or drop it."""
+
+
+class WeightsRefused(YuanError):
+    """Weights that a server is to take cannot be read, or are not its model's; it keeps those that it has."""
 
 
 def prepare_serve(
@@ -205,6 +216,8 @@ class Lane:
             documents=job.documents,
         )
         self._engine.begin(self._draws)
+        self._read: dict[str, torch.Tensor] = {}
+        """This rank's parts of weights that are to be taken, on the host."""
 
     def asks(self) -> list[Ask]:
         """On rank 0: what has each pipeline do an order; each in a thread of its own."""
@@ -225,6 +238,9 @@ class Lane:
             order = self._tell(self.pipeline, None)
             if order.stop:
                 return
+            if order.read is not None or order.take is not None:
+                self._change(self.pipeline, order)
+                continue
             tokens = self._do(order)
             own = self._own[self.pipeline]
             if 0 not in own and self._runtime.coord.rank == own[0]:
@@ -233,10 +249,16 @@ class Lane:
 
     def _ask_own(self, order: Order) -> list[Token]:
         self._tell(self.pipeline, order)
+        if order.read is not None or order.take is not None:
+            _raise_refusal(self._change(self.pipeline, order))
+            return []
         return [] if order.stop else self._do(order)
 
     def _ask_other(self, pipeline: int, order: Order) -> list[Token]:
         self._tell(pipeline, order)
+        if order.read is not None or order.take is not None:
+            _raise_refusal(self._change(pipeline, order))
+            return []
         if order.stop:
             return []
         told: list[Any] = [None]
@@ -258,6 +280,42 @@ class Lane:
                 self._draws.forget(token.ticket, token.number)
         return tokens
 
+    def _change(self, pipeline: int, order: Order) -> list[str]:
+        """Read weights, or take those that were read, on all ranks of a pipeline, which have no answer under
+        way; what is wrong with them, on rank 0 too."""
+        is_own, fault = pipeline == self.pipeline, None
+        if is_own and order.read is not None:
+            try:
+                self._read = self._read_parts(Path(order.read))
+            except YuanError as error:
+                fault = str(error)
+        elif is_own:
+            weights = own_weights(self._runtime)
+            for name, part in self._read.items() if order.take else ():
+                weights[name].copy_(part)
+            self._read = {}
+        told: list[str | None] = [fault]
+        ranks = self._led[pipeline]
+        if len(ranks) > 1:
+            told = [None] * len(ranks)
+            with self._naming(pipeline, "weights"):
+                wait_for_all(ranks, "weights", self._groups[ranks])
+                dist.all_gather_object(told, fault, group=self._groups[ranks])
+        return list(dict.fromkeys(one for one in told if one is not None))
+
+    def _read_parts(self, folder: Path) -> dict[str, torch.Tensor]:
+        """This rank's parts of a folder's weights, in the precision in use. Raises CheckpointError."""
+        held = open_model(folder, self._runtime.grid.plan.model)
+        found: dict[str, torch.Tensor] = {}
+        for name, weight in own_weights(self._runtime).items():
+            whole, shard = held[name].read(), self._runtime.shards[name]
+            part = torch.empty(weight.numel(), dtype=weight.dtype)
+            for box in global_boxes(shard, shard.index, shard.count, 0, part.numel()):
+                here = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                part[box.start : box.start + box.num_elements].view(box.sizes).copy_(whole[here])
+            found[name] = part.view(weight.shape)
+        return found
+
     def _tell(self, pipeline: int, order: Order | None) -> Order:
         """The next order of rank 0, on all ranks of a pipeline; they wait as long as nothing is asked."""
         told: list[Any] = [order]
@@ -272,6 +330,11 @@ class Lane:
     def _naming(self, pipeline: int, what: str) -> Iterator[None]:
         with as_training_error(self._runtime.coord), blame_peers(what, self._led[pipeline]):
             yield
+
+
+def _raise_refusal(faults: list[str]) -> None:
+    if faults:
+        raise WeightsRefused("; ".join(faults))
 
 
 @contextmanager

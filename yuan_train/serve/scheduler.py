@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.rl.generator import Token
 from yuan_train.serve.draws import Asked
-from yuan_train.serve.ranks import Ask, Order
+from yuan_train.serve.ranks import Ask, Order, WeightsRefused
 
 POLL_SECONDS = 0.1
 """How often a pipeline without work looks whether the server is to stop."""
@@ -57,6 +57,18 @@ class _Pipeline:
         return self.taken / self.slots
 
 
+@dataclass
+class _Change:
+    """Weights that the pipelines are to take, and how far they are: all read them before one uses them."""
+
+    folder: str
+    read: set[int] = field(default_factory=set[int])
+    """Pipelines that have, or cannot."""
+    done: set[int] = field(default_factory=set[int])
+    """Those that have taken, or dropped, what they read."""
+    faults: list[str] = field(default_factory=list[str])
+
+
 class Scheduler:
     """The queue of a server, and what each pipeline has of it; all methods may be called by any thread."""
 
@@ -69,6 +81,7 @@ class Scheduler:
         """By number: those that wait and those under way."""
         self._changed = threading.Condition()
         self._failure: Exception | None = None
+        self._change: _Change | None = None
 
     @property
     def most(self) -> int:
@@ -106,6 +119,28 @@ class Scheduler:
                 self._held[one.number] = request
                 self._waiting.append(request)
             self._changed.notify_all()
+
+    def change_weights(self, folder: str) -> None:
+        """Have all pipelines use the weights of a folder; waits until they do.
+
+        A pipeline first finishes the answers that it has; those that wait are begun with the new weights. So
+        each answer is of one version. Raises WeightsRefused, and then none has changed; Stopped after an end.
+        """
+        with self._changed:
+            while self._change is not None and self._failure is None:
+                self._changed.wait(POLL_SECONDS)
+            own = _Change(folder)
+            if self._failure is None:
+                self._change = own
+                self._changed.notify_all()
+            while len(own.done) < len(self._lanes):
+                if self._failure is not None:
+                    raise Stopped(f"the server has stopped: {self._failure}")
+                self._changed.wait(POLL_SECONDS)
+            self._change = None
+            self._changed.notify_all()
+        if own.faults:
+            raise WeightsRefused("; ".join(dict.fromkeys(own.faults)))
 
     def cancel(self, numbers: Sequence[int | str]) -> None:
         """Give up tickets that nobody waits for any more; those that have ended are none."""
@@ -169,7 +204,19 @@ class Scheduler:
     def _serve(self, ask: Ask, number: int, is_stopped: Callable[[], bool]) -> None:
         """Ask a pipeline for round after round, until the server stops."""
         while (order := self._next_order(number, is_stopped)) is not None:
-            self._hand_out(number, ask(order))
+            if order.read is None and order.take is None:
+                self._hand_out(number, ask(order))
+                continue
+            change, faults = self._change, list[str]()
+            assert change is not None
+            try:
+                ask(order)
+            except WeightsRefused as error:
+                faults.append(str(error))
+            with self._changed:
+                change.faults += faults
+                (change.done if order.read is None else change.read).add(number)
+                self._changed.notify_all()
 
     def _next_order(self, number: int, is_stopped: Callable[[], bool]) -> Order | None:
         """What a pipeline does next, once there is something; None at the end."""
@@ -178,7 +225,13 @@ class Scheduler:
             while True:
                 if self._failure is not None or is_stopped():
                     return None
-                join = self._take(number)
+                change = self._change
+                if change is not None and not lane.taken and not lane.leaving:
+                    if number not in change.read:
+                        return Order(read=change.folder)
+                    if len(change.read) == len(self._lanes) and number not in change.done:
+                        return Order(take=not change.faults)
+                join = self._take(number) if change is None else []
                 if join or lane.taken or lane.leaving:
                     leave, lane.leaving = tuple(lane.leaving), []
                     return Order(tuple(join), leave)

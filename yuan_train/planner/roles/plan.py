@@ -103,7 +103,8 @@ def roles_problem(
         slots=run.search.generation.slots,
         most_slots=run.generation.slots,
         modes=_modes(run),
-        placements=run.search.placement,
+        # Servers have no cards here: the policy's plan is as if it drew by itself.
+        placements=run.search.placement if run.roles.generation is None else ("shared",),
         staleness=run.schedule.staleness or 0,
         in_flight=run.generation.weights == "in_flight",
         sync_share=run.search.sync_share,
@@ -114,6 +115,8 @@ def roles_problem(
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
     """The modes that a plan may have; in flight only async, and only sync where prompts depend on what was
     solved. Raises ConfigError if there is none."""
+    if run.roles.generation is not None:
+        return ("sync",)
     wanted: Mode | Literal["auto"] = run.schedule.mode
     why = "schedule.mode"
     if wanted == "auto" and run.generation.weights == "in_flight":

@@ -1,0 +1,308 @@
+"""Engines over HTTP: servers that draw the answers, behind the same methods as engines of our own.
+
+The controller, rank 0 of the policy, has a thread for each server, which does what it is told in order: have
+the server take weights, or answer tickets, some at a time. What comes is scored by the reward functions'
+processes of rank 0, beside the policy that trains. The tickets of a server that is lost are asked of others.
+
+Weights go through a folder: the ranks of the policy send rank 0 one tensor after another, under any plan, and
+it writes them in Hugging Face's format under a name with their version. A folder is removed once all servers
+have taken a later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from yuan_train.checkpoint.hf import PRECISIONS, published_weights, write_model
+from yuan_train.checkpoint.load import merged_adapters
+from yuan_train.config.architecture import ADAPTERS
+from yuan_train.config.errors import ConfigError, TrainingError
+from yuan_train.parallel.apply import RankRuntime
+from yuan_train.parallel.groups import guard_world_collective
+from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.transfer import Move, local_slices, plan_holdings, transfer_table
+from yuan_train.rl.apart import Answered, Fleet
+from yuan_train.rl.experience import Sample, Ticket
+from yuan_train.rl.generator import Drawing
+from yuan_train.rl.job import RLJob
+from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
+from yuan_train.rl.servers import InferenceServer, LostServer
+from yuan_train.train.build import DTYPES
+from yuan_train.train.step import Trainer
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"\.?weights-(\d{8})(\.tmp)?")
+"""Of a folder of weights: with its version."""
+
+
+def http_fleet(job: RLJob, trainer: Trainer, scorers: Scorers | None) -> Fleet:
+    """The servers of a run; `scorers` on rank 0. Raises ConfigError, there, if a server is not as it was when
+    the run began to start, or the folder cannot be written."""
+    assert job.http is not None, "servers draw the answers"
+    return Fleet(HttpEngines(job, trainer.runtime, scorers), job.http.parts)
+
+
+class HttpEngines:
+    """The ends of a rank of the policy; the controller's have servers. See `engines.Engines`."""
+
+    def __init__(self, job: RLJob, runtime: RankRuntime, scorers: Scorers | None) -> None:
+        assert job.http is not None
+        self._job = job
+        self._left = list(range(len(job.http.http)))
+        self._weights = WeightFolder(job, runtime)
+        self._found: queue.SimpleQueue[tuple[int, Answered | Exception]] = queue.SimpleQueue()
+        self._orders: list[queue.SimpleQueue[Any]] = []
+        self._taken: dict[int, int] = {}
+        """By engine: the version of the weights that it has."""
+        self._ends = False
+        self._scoring: ScoringThread | None = None
+        if scorers is None:
+            return
+        self._scoring = ScoringThread(scorers, job.run.reward.workers)
+        self._scoring.__enter__()
+        for engine, url in enumerate(job.http.http):
+            server = InferenceServer(url, job.http, job.run)
+            try:
+                server.find_kind()
+            except (LostServer, TrainingError) as error:
+                raise ConfigError(f"roles.generation.http: {error}") from None
+            self._orders.append(queue.SimpleQueue())
+            threading.Thread(target=self._run, args=(engine, server), daemon=True).start()
+
+    @property
+    def is_controller(self) -> bool:
+        """Whether this rank talks to servers."""
+        return self._job.policy.position.rank == 0
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The engines that this rank has not found to be lost."""
+        return tuple(self._left)
+
+    def tell(self, engine: int, message: Any) -> None:
+        """On the controller: give an engine an order, behind those that it has."""
+        self._orders[engine].put(message)
+
+    def tell_all(self, message: Any) -> None:
+        """On the controller: `tell` the engines that are left."""
+        for engine in self._left:
+            self.tell(engine, message)
+
+    def hear(self) -> tuple[int, Any | None]:
+        """On the controller: the next message of any engine, and which; None if it is lost and others are
+        left. Waits for it. Raises TrainingError if none is left, or a server gave something else."""
+        engine, message = self._found.get()
+        if not isinstance(message, Exception):
+            return engine, message
+        if not isinstance(message, LostServer):
+            raise message
+        self._left.remove(engine)
+        if not self._left:
+            raise TrainingError(f"{message}; no server is left")
+        logger.warning("%s; going on with %d of %d servers", message, len(self._left), len(self._orders))
+        return engine, None
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> int:
+        """Write the weights of `version`, and tell the servers to take them; collective over the policy's
+        ranks. Returns the bytes that this rank has written. Raises TrainingError if they cannot be."""
+        count = self._weights.write(version, tensors, shards)
+        if self.is_controller:
+            self._weights.remove_before(min(self._taken.get(engine, -1) for engine in self._left))
+            self.tell_all(("weights", version, str(self._weights.of(version))))
+        return count
+
+    def stop(self) -> None:
+        """Ask for nothing any more; what servers are asked now nobody waits for."""
+        self._ends = True
+        if self.is_controller:
+            self.tell_all(("stop",))
+        if self._scoring is not None:
+            self._scoring.__exit__(None, None, None)
+
+    # --- a server's thread -----------------------------------------------------------------------------
+
+    def _run(self, engine: int, server: InferenceServer) -> None:
+        """Do what the controller says, in order, until the server is lost."""
+        version, orders = -1, self._orders[engine]
+        try:
+            while (order := orders.get())[0] != "stop":
+                if order[0] == "weights":
+                    _, version, folder = order
+                    server.take_weights(folder)
+                    self._taken[engine] = version
+                    continue
+                _, tickets, drawing = order
+                self._generate(engine, server, version, tickets, drawing)
+        except Exception as error:
+            # Whoever hears of it raises it, or goes on without this server.
+            self._found.put((engine, error))
+
+    def _generate(
+        self,
+        engine: int,
+        server: InferenceServer,
+        version: int,
+        tickets: Sequence[Ticket],
+        drawing: Drawing,
+    ) -> None:
+        """Have tickets answered, some at a time, each told of as it comes. Raises the first error."""
+        waiting: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Ticket, list[Sample] | Exception]] = queue.SimpleQueue()
+        for ticket in tickets:
+            waiting.put(ticket)
+        has_failed = threading.Event()
+
+        def ask() -> None:
+            while not self._ends and not has_failed.is_set():
+                try:
+                    ticket = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    done.put((ticket, server.answer(ticket, drawing)))
+                except Exception as error:
+                    done.put((ticket, error))
+
+        assert self._job.http is not None
+        since = time.perf_counter()
+        for _ in range(min(self._job.http.concurrency, len(tickets))):
+            # No pool: the program would not end before the threads of one.
+            threading.Thread(target=ask, daemon=True).start()
+        for _ in tickets:
+            ticket, found = done.get()
+            if isinstance(found, Exception):
+                has_failed.set()
+                raise found
+            now = time.perf_counter()
+            self._score(engine, ticket, Answered(found, version, now - since, 0, 0, 0))
+            since = now
+
+    def _score(self, engine: int, ticket: Ticket, message: Answered) -> None:
+        """Tell the controller of a ticket's answers once they are scored."""
+        assert self._scoring is not None and ticket.prompt is not None
+        start = time.perf_counter()
+
+        def tell(scores: list[Scores] | str) -> None:
+            if isinstance(scores, str):
+                self._found.put((engine, replace(message, error=scores)))
+                return
+            took = time.perf_counter() - start
+            told = replace(message, scores={ticket.number: scores[0]}, scoring_seconds=took)
+            self._found.put((engine, told))
+
+        fields = answer_fields(ticket, message.samples, self._job.policy.tokenizer)
+        self._scoring.score([fields], tell)
+
+
+class WeightFolder:
+    """Writes the policy's weights in Hugging Face's format; every rank of the policy calls the same."""
+
+    def __init__(self, job: RLJob, runtime: RankRuntime) -> None:
+        """Removes what a run before has left there. Raises ConfigError, on rank 0, if it cannot be made."""
+        assert job.http is not None
+        self._job = job
+        self._coord = runtime.coord
+        self._model = job.run.model
+        self._dtype = DTYPES[job.run.train.precision]
+        given = job.http.folder or Path(job.run.log.directory or ".") / "weights"
+        self._folder = Path(given).absolute()
+        holdings = plan_holdings(job.policy.plan)
+        whole = {name: Shard(shard.shape) for held in holdings.values() for name, shard in held.items()}
+        self._moves: dict[str, list[Move]] = defaultdict(list)
+        for move in transfer_table(holdings, {0: whole}):
+            self._moves[move.name].append(move)
+        self._shapes = {name: shard.shape for name, shard in whole.items()}
+        self._last: tuple[str, torch.Tensor] | None = None
+        self._parts: Mapping[str, torch.Tensor] = {}
+        self._shards: Mapping[str, Shard] = {}
+        if self._coord.rank == 0:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"roles.generation.folder: {self._folder} cannot be written: {error}"
+                ) from None
+            self.remove_before(None)
+
+    def of(self, version: int) -> Path:
+        """Where the weights of a version are."""
+        return self._folder / f"weights-{version:08d}"
+
+    def remove_before(self, version: int | None) -> None:
+        """On rank 0: remove the weights before a version; None: all."""
+        for path in self._folder.iterdir():
+            found = NAME.fullmatch(path.name)
+            if found is not None and (version is None or int(found[1]) < version):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def write(self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> int:
+        """Write the weights as they are; `tensors` are this rank's parts. Returns the bytes, 0 beside rank 0.
+        Raises TrainingError if they cannot be written."""
+        self._parts, self._shards, self._last = tensors, shards, None
+        resets = {"reset_position_ids": False, "reset_attention": False, "reset_filter": False}
+        written = 0
+        with guard_world_collective(self._coord, "the weights for the servers"), torch.no_grad():
+            if self._coord.rank > 0:
+                for name, _ in published_weights(self._model):
+                    self._gather_all(name)
+            else:
+                dtype = PRECISIONS[self._job.run.train.precision]
+                try:
+                    written = write_model(self._model, self, self.of(version), dtype=dtype, resets=resets)
+                except OSError as error:
+                    raise TrainingError(
+                        f"roles.generation.folder: {self.of(version)} cannot be written: {error}; free some "
+                        "space, or give another"
+                    ) from None
+        self._parts, self._shards, self._last = {}, {}, None
+        return written
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """On rank 0, see `WeightReader`: in the order of `published_weights`, as the other ranks send."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # Freed before the next one is there.
+            weight, *adapters = self._gather_all(name)
+            if adapters:
+                assert self._model.lora is not None
+                weight = merged_adapters(weight, *adapters, scale=self._model.lora.scale)
+            self._last = (name, weight)
+        return self._last[1]
+
+    def _gather_all(self, name: str) -> list[torch.Tensor]:
+        """On rank 0: a weight, with its adapters if it has some; the others send them."""
+        module, _, kind = name.rpartition(".")
+        names = [name, *(f"{module}.{one}" for one in ADAPTERS if kind == "weight")]
+        found = [self._gather(one) for one in names if one in self._moves]
+        return [one for one in found if one is not None]
+
+    def _gather(self, name: str) -> torch.Tensor | None:
+        """A whole tensor on rank 0, from those that hold its parts; None elsewhere."""
+        rank = self._coord.rank
+        whole = torch.empty(self._shapes[name], dtype=self._dtype) if rank == 0 else None
+        for move in self._moves[name]:
+            part = None
+            if move.source == rank:
+                part = self._parts[name][local_slices(self._shards[name], move)]
+            if whole is None:
+                if part is not None:
+                    dist.send(part.cpu().contiguous(), 0)
+                continue
+            if part is None:
+                part = torch.empty(move.sizes, dtype=self._dtype)
+                dist.recv(part, move.source)
+            whole[tuple(slice(o, o + n) for o, n in zip(move.offsets, move.sizes, strict=True))] = part.cpu()
+        return whole
