@@ -204,6 +204,9 @@ class TrainConfig:
     check_every: Annotated[int, Ge(0)] = 0
     """Steps between two checks that all ranks which hold the same weights have the same bits; 0: never. It
     costs a few passes over the weights. A difference ends the run, and the ranks are named."""
+    links_every: Annotated[int, Ge(0)] = 10
+    """Steps between two measurements of what a message takes over each link between nodes, of which `show`
+    names the slow ones; 0: never. Half a MiB goes each way, between two steps. Not with megatron-core."""
     trace: TraceConfig | None = None
     """None: no trace."""
     compile: bool = False

@@ -256,6 +256,32 @@ def measured_pace(plan: Plan, steps: Sequence[Line]) -> dict[int, float]:
     return {rank: own / common for rank, own in times.items()}
 
 
+LINK_MEASUREMENTS = 3
+"""Of a link in a row: their middle is its time, and all must be slow for it to be told. A full queue or a
+busy neighbour delays single ones."""
+SLOW_LINK = 3.0
+"""How many times as long as at its best a message takes over a link that is told to be slow."""
+
+
+def slow_links(steps: Sequence[Line]) -> dict[str, float]:
+    """By link, how many times as long as at its best a message lately takes; those from `SLOW_LINK` on, the
+    slowest first. Empty before a link has been measured `LINK_MEASUREMENTS` times while it was fast.
+
+    How long cards compute has no part in it.
+    """
+    measured = [line["link_seconds"] for line in steps if is_mapping(line.get("link_seconds"))]
+    found: dict[str, float] = {}
+    for name in measured[-1] if measured else ():
+        times: list[float] = [line[name] for line in measured if line.get(name)]
+        middles = [
+            statistics.median(times[end - LINK_MEASUREMENTS : end])
+            for end in range(LINK_MEASUREMENTS, len(times) + 1)
+        ]
+        if middles and min(times[-LINK_MEASUREMENTS:]) >= SLOW_LINK * min(middles):
+            found[name] = middles[-1] / min(middles)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 def _work_of_ranks(plan: Plan) -> dict[int, float]:
     """By rank, the FLOP of its layers and head in a step, those of a tensor-parallel group shared equally."""
     layer, head = plan.model.layer_forward_flops(plan.sequence_length), plan.model.head_forward_flops

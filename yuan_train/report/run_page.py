@@ -11,7 +11,7 @@ from yuan_train.config.load import dump
 from yuan_train.config.run import SuperviseConfig
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.report.html import bars, chart, smooth, table, whole_page
-from yuan_train.report.run_log import CONFIG, Line, RankShare, RunLog, measured_pace
+from yuan_train.report.run_log import CONFIG, Line, RankShare, RunLog, measured_pace, slow_links
 
 MAX_RANKS = 16
 """Rows of ranks in the terminal; the page has four times as many."""
@@ -121,6 +121,9 @@ def _summary(run: RunLog) -> list[tuple[str, str]]:
         found.append(("cards used", f"{run.use_of_cards:.0%} of what they do together while none waits"))
     if slow := _slow_ranks(run):
         found.append(("slow", slow))
+    if links := slow_links(run.steps):
+        words = [f"{name} {times:.1f} times" for name, times in list(links.items())[:MOST_SLOW]]
+        found.append(("slow links", f"{', '.join(words)} as long for a message as at its best"))
     if "generation_seconds" in last:
         share = statistics.median(line["generation_seconds"] / line["step_seconds"] for line in run.warm)
         found.append(("generation", f"{share:.0%} of a step"))

@@ -102,6 +102,8 @@ class Measured:
     """Tokens of each layer's experts since they were counted last, if they were counted now."""
     end: float
     """When the step had ended on all ranks, on this process's `time.perf_counter`."""
+    links: Mapping[str, float] | None = None
+    """Seconds that a message takes over each link between nodes, if they were measured after the step."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,7 @@ def step_metrics(job: Job, record: StepRecord) -> StepMetrics:
         forecast_step_seconds=plan.forecast.step_seconds if plan.forecast else None,
         stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
         expert_tokens=measured.expert_tokens,
+        link_seconds=dict(measured.links) if measured.links else None,
         validation_loss=record.evaluation,
         loss_scale=record.request.scale if scaled else None,
         skipped_steps=progress.skipped if scaled else None,

@@ -58,6 +58,9 @@ class StepMetrics:
     expert_tokens: list[list[int]] | None = None
     """Tokens that each expert of each layer was given, since the line before that has them; None, and not
     in the file, without experts."""
+    link_seconds: dict[str, float] | None = None
+    """Seconds that half a MiB takes over each link between nodes, `a -> b`, measured after the step; None,
+    and not in the file, if it was not."""
     validation_loss: float | None = None
     loss_scale: float | None = None
     """Loss scale of this step's backward; None, like `skipped_steps`, if the loss is not scaled."""
@@ -131,6 +134,8 @@ class Log:
                 del line["accuracy"], line["margin"]
             if metrics.expert_tokens is None:
                 del line["expert_tokens"]
+            if metrics.link_seconds is None:
+                del line["link_seconds"]
             if metrics.stage_seconds is None:
                 del line["peak_memory_bytes"], line["stage_seconds"]
             write_lines(self._file, [json.dumps(line) + "\n"])

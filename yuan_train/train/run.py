@@ -6,8 +6,9 @@ Reads top to bottom: connect and build, open the log, step, measure, save.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import keep_plan
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.groups import as_training_error, enter_world, gather_on_first, meet
+from yuan_train.parallel.node_links import LinkClock
 from yuan_train.train.agreement import (
     check_cards,
     check_same_directory,
@@ -200,6 +202,7 @@ def _run_steps(
     """Train from `progress` to the last step, logging and saving on the way; the progress at the end."""
     run, clock = job.run, device_clock(job.device)
     saver, keeper = savers
+    links = LinkClock(engine.world.grid, engine.world.coord, engine.world.groups, job.device)
     tracer = Tracer(run.train.trace, run.log.directory, grid=engine.world.grid, coord=engine.world.coord)
     while progress.step < run.train.steps:
         request = _request(job, progress, stop=stop_requested.heard() or saver.failed())
@@ -208,6 +211,7 @@ def _run_steps(
             measured = measure_step(job, engine, progress.step + 1, clock)
         progress = progress.advance(run, skipped=result.skipped, tokens=result.tokens)
         with clock.paused():
+            measured = replace(measured, links=_measure_links(job, engine, progress.step, links))
             evaluation = engine.evaluate(job, progress.step)
             _check_weights(job, engine, progress.step, saver)
         if log is not None:
@@ -257,6 +261,18 @@ def _step(job: Job, engine: Engine, request: StepRequest, number: int, saver: Sa
         raise type(error)(f"step {number}: {error}{between}{_last_good(saver.saved)}") from error
 
 
+def _measure_links(job: Job, engine: Engine, step: int, links: LinkClock) -> Mapping[str, float] | None:
+    """What a message takes over each link between nodes, if that is due after a step; collective over all
+    ranks."""
+    every = job.run.train.links_every
+    if not every or step % every or not links.has_links:
+        return None
+    with as_training_error(engine.world.coord):
+        # Weights on their way to other owners would share the links.
+        engine.finish()
+    return links.measure()
+
+
 def _check_weights(job: Job, engine: Engine, step: int, saver: Saver) -> None:
     """Check the weights if it is due after a step; collective over all ranks.
 
@@ -298,8 +314,8 @@ def measure_step(job: Job, engine: Engine, step: int, clock: StepClock) -> Measu
 
 MANY_EPOCHS = 20
 """A corpus that is read so often is told: mostly a step takes more tokens than was thought."""
-_FREE = "train.trace"
-"""A key that changes no weight."""
+_FREE = "train.trace", "train.links_every"
+"""Keys that change no weight."""
 
 
 def changes(job: Job) -> list[str]:
