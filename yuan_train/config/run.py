@@ -202,8 +202,9 @@ class TrainConfig:
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
     """How long a rank waits for another before the run stops: at least two steps as the plan forecasts."""
     check_every: Annotated[int, Ge(0)] = 0
-    """Steps between two checks that all ranks which hold the same weights have the same bits; 0: never. It
-    costs a few passes over the weights. A difference ends the run, and the ranks are named."""
+    """Steps between two checks that all ranks which hold the same weights have the same bits; 0: never. The
+    step's messages are checked too and, on processors, gradients: see docs/supervise.md. It costs a few
+    passes over the weights, and a micro-batch. A difference ends the run, and the ranks are named."""
     links_every: Annotated[int, Ge(0)] = 10
     """Steps between two measurements of what a message takes over each link between nodes, of which `show`
     names the slow ones; 0: never. Half a MiB goes each way, between two steps. Not with megatron-core."""

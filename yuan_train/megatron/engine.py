@@ -486,7 +486,7 @@ class MegatronEngine:
     def finish(self) -> None:
         """Nothing: weights are gathered in the step."""
 
-    def check_weights(self) -> None:
+    def check_bits(self) -> None:
         raise AssertionError("runs with this engine have no train.check_every")
 
     def finalize(self, models: list[Any], num_tokens: Any = None, **options: Any) -> None:

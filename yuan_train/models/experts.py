@@ -100,6 +100,10 @@ class Router(nn.Module):
         load, self._load = self._load, [0] * self.num_experts
         return load
 
+    def put_load(self, load: list[int]) -> None:
+        """Count these tokens of each expert, and no others."""
+        self._load = load
+
     def best(self, products: Tensor) -> Tensor:
         """The experts int64 [T, K] with the highest scores, their bias included, by falling score."""
         scores_TN = products if self.kind == "softmax" else ops.attention_scores(products)

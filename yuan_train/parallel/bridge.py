@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from yuan_train.config.errors import LostRank
+from yuan_train.parallel.checksums import checksum
 from yuan_train.parallel.grid import Edge, Grid, RankCoord
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.transport import (
@@ -45,6 +46,24 @@ class _Route(NamedTuple):
     transport: Transport
     under_way: deque[tuple[Step, Pending]]
     """The messages of the edge that this rank has sent, and that may not have arrived."""
+
+
+class _WithChecksum(NamedTuple):
+    """A message under way, and the checksum that follows it."""
+
+    message: Pending
+    sums: Pending
+
+    def wait(self) -> None:
+        self.message.wait()
+        self.sums.wait()
+
+    def is_done(self) -> bool:
+        return self.message.is_done() and self.sums.is_done()
+
+    def finish(self, seconds: float) -> None:
+        self.message.finish(seconds)
+        self.sums.finish(seconds)
 
 
 class Bridge:
@@ -80,6 +99,12 @@ class Bridge:
         """Those of the sends and receives so far, which every training step repeats."""
         self._broadcast_names: dict[Step, str] = {}
         self._received: dict[Step, PendingReceive] = {}
+        self._received_sums: dict[Step, PendingReceive] = {}
+        self.checks = False
+        """Whether a checksum follows each message, and what comes is compared with it; the same on all ranks,
+        and to be changed while nothing is under way."""
+        self.faults: list[str] = []
+        """What was found of messages, until someone takes it."""
         self._sent: dict[Edge, deque[tuple[Step, Pending]]] = {}
 
     def holds_up_nothing(self, receive: Step) -> bool:
@@ -103,6 +128,8 @@ class Bridge:
             route, boundary = self._route(step), self._boundary
             try:
                 self._received[step] = route.transport.post(boundary.shape, boundary.dtype, route.edge.sender)
+                if self.checks:
+                    self._received_sums[step] = route.transport.post((2,), torch.int64, route.edge.sender)
             except RuntimeError as error:
                 self._blame_peer(step, error)
                 raise
@@ -124,6 +151,8 @@ class Bridge:
             buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
         if self._groups.replica is not None:
             self._groups.replica.broadcast(buffer, self._leader, self._broadcast_name(step)).wait()
+        if self.checks:
+            self._compare(step, buffer)
         if self._is_leader:
             for proven in self._proofs.get(step, ()):
                 self._retire(proven)
@@ -143,10 +172,33 @@ class Bridge:
             self._wait(*under_way.popleft())
         message = tensor.detach().contiguous() if tensor.requires_grad else tensor.contiguous()
         try:
-            under_way.append((step, transport.send(message, edge.receiver)))
+            pending = transport.send(message, edge.receiver)
+            if self.checks:
+                pending = _WithChecksum(pending, transport.send(checksum(message), edge.receiver))
+            under_way.append((step, pending))
         except RuntimeError as error:
             self._blame_peer(step, error)
             raise
+
+    def _compare(self, step: Step, message: torch.Tensor) -> None:
+        """Note it if a message has another checksum than its sender gave it; in a tensor-parallel group every
+        rank compares what the broadcast gave it."""
+        if self._is_leader:
+            try:
+                sums = self._received_sums.pop(step).take()
+            except RuntimeError as error:
+                self._blame_peer(step, error)
+                raise
+        else:
+            sums = torch.empty(2, dtype=torch.int64, device=message.device)
+        if self._groups.replica is not None:
+            self._groups.replica.broadcast(sums, self._leader, self._broadcast_name(step)).wait()
+        if not torch.equal(checksum(message), sums):
+            peer = self._grid.peer(self._coord, self._peer_stage(step), step.micro_batch)
+            self.faults.append(
+                f"{self._grid.label(self._coord)}: the message of its {step} has other bits than "
+                f"rank {peer} sent"
+            )
 
     def drain(self) -> None:
         """Wait until every send has completed, and free the buffers.

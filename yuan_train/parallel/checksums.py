@@ -42,6 +42,12 @@ def checksum(weights: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of a shape and a dtype have the same bits."""
+    bits = _BITS[one.element_size()]
+    return torch.equal(one.detach().contiguous().view(bits), other.detach().contiguous().view(bits))
+
+
 def check_weights(
     grid: Grid, coord: RankCoord, trained: Sequence[FlatBucket], frozen: Sequence[FlatBucket]
 ) -> None:
@@ -79,6 +85,23 @@ def check_weights(
     with guard_world_collective(coord, "the search for weights that differ"):
         dist.all_gather_object(told, mine)
     raise TrainingError(_message(grid, told))
+
+
+def raise_faults(coord: RankCoord, faults: Sequence[str]) -> None:
+    """Raise TrainingError, on all ranks, with what some rank has found wrong with messages or gradients.
+    Collective over all ranks."""
+    told: list[Any] = [list(faults)]
+    if dist.is_initialized():
+        told = [None] * dist.get_world_size()
+        with guard_world_collective(coord, "the search for bits that differ"):
+            dist.all_gather_object(told, list(faults))
+    found = [fault for own in told for fault in own]
+    if found:
+        more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+        raise TrainingError(
+            f"{'; '.join(found[:_MAX_LISTED])}{more}. Test the memory of that card and its host, and for a "
+            "message the link's; go on from a checkpoint that was saved before"
+        )
 
 
 @dataclass(frozen=True)

@@ -539,8 +539,8 @@ class PolicyEngine:
     def finish(self) -> None:
         self._trainer.finish()
 
-    def check_weights(self) -> None:
-        self._trainer.check_weights()
+    def check_bits(self) -> None:
+        self._trainer.check_bits()
 
     def stop_roles(self) -> None:
         """Tell what has cards of its own that the run has ended."""

@@ -69,6 +69,8 @@ class StepRequest:
     """The backward runs on so many times the loss."""
     may_skip: bool = False
     """Whether a step of which only the gradient norm is not finite is skipped, instead of an error."""
+    check: bool = False
+    """Messages and gradients are checked in the step, the same on all ranks; see `Engine.check_bits`."""
     stop: bool = False
     """This rank requests a stop of all ranks after the step."""
 
@@ -174,9 +176,10 @@ class Engine(Protocol):
         """Wait for what the last step has left under way; collective over all ranks."""
         ...
 
-    def check_weights(self) -> None:
-        """Raise TrainingError, on all ranks, unless ranks that hold the same weights have the same bits;
-        collective over all ranks."""
+    def check_bits(self) -> None:
+        """Raise TrainingError, on all ranks, unless messages and gradients of the last step, if that was
+        checked, were sound, and ranks that hold the same weights have the same bits. Collective over all
+        ranks."""
         ...
 
 

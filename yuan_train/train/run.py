@@ -213,7 +213,7 @@ def _run_steps(
         with clock.paused():
             measured = replace(measured, links=_measure_links(job, engine, progress.step, links))
             evaluation = engine.evaluate(job, progress.step)
-            _check_weights(job, engine, progress.step, saver)
+            _check_bits(job, engine, progress.step, saver)
         if log is not None:
             log.write(engine.describe(job, StepRecord(progress, request, result, measured, evaluation)))
         if keeper is not None and progress.step % run.checkpoint.in_memory == 0:
@@ -247,6 +247,7 @@ def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
         clip=run.optimizer.clip_grad_norm,
         scale=scaler.scale if scaler else 1.0,
         may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
+        check=_is_checked(job, progress.step + 1),
         stop=stop,
     )
 
@@ -273,17 +274,23 @@ def _measure_links(job: Job, engine: Engine, step: int, links: LinkClock) -> Map
     return links.measure()
 
 
-def _check_weights(job: Job, engine: Engine, step: int, saver: Saver) -> None:
-    """Check the weights if it is due after a step; collective over all ranks.
+def _is_checked(job: Job, step: int) -> bool:
+    """Whether the bits of a step and of the weights after it are checked."""
+    every = job.run.train.check_every
+    return every > 0 and step % every == 0
+
+
+def _check_bits(job: Job, engine: Engine, step: int, saver: Saver) -> None:
+    """Check messages, gradients and weights if it is due after a step; collective over all ranks.
 
     Raises TrainingError that names the step, the ranks, and the last step after which all was well.
     """
     every = job.run.train.check_every
-    if not every or step % every:
+    if not _is_checked(job, step):
         return
     try:
         with as_training_error(engine.world.coord):
-            engine.check_weights()
+            engine.check_bits()
     except TrainingError as error:
         before = f"step {step - every}" if step > every else "the start"
         said = f"after step {step}: {error} (last after {before}); {_last_good(saver.saved)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,34 @@ class Loaded:
     """The model's arguments for what the run resets at document ends."""
     experts_BSLK: torch.Tensor | None = None
     """See `MicroBatch`."""
+
+
+class Repeat:
+    """A micro-batch that is computed once more when its backward has ended; what that needs of the first
+    time, and what it has to give again."""
+
+    def __init__(self, micro_batch: int, compare: Callable[[Repeat], None]) -> None:
+        self.micro_batch = micro_batch
+        self.compare = compare
+        """What is called then."""
+        self.loaded = Loaded()
+        self.hidden_BSH: torch.Tensor | None = None
+        self.output = torch.empty(0)
+        self.gradient: torch.Tensor | None = None
+        """Of the output."""
+
+    def keep(self, loaded: Loaded, hidden_BSH: torch.Tensor | None, output: torch.Tensor) -> None:
+        """The forward has ended."""
+        self.loaded, self.hidden_BSH, self.output = loaded, hidden_BSH, output.detach()
+        output.register_hook(self._keep_gradient)
+
+    def _keep_gradient(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+
+    @property
+    def input_gradient(self) -> torch.Tensor | None:
+        """That of the hidden state from the stage before; None on the first stage."""
+        return None if self.hidden_BSH is None else self.hidden_BSH.grad
 
 
 class StageRunner:
@@ -71,6 +99,8 @@ class StageRunner:
         self._scale = 1.0
         self._takes = any(stage_needs(model, resets=resets))
         self._loaded = Loaded()
+        self.repeat: Repeat | None = None
+        """Set while a step is checked."""
         self.loss = torch.zeros((), dtype=torch.float64, device=device.torch)
         self.finite = torch.ones((), dtype=torch.bool, device=device.torch)
 
@@ -110,6 +140,7 @@ class StageRunner:
         """
         first = self._first_sample + micro_batch * self._micro_batch_size
         batch, self._loaded = self._loaded, Loaded()
+        given_BSH = hidden_BSH
         if hidden_BSH is None:
             assert batch.tokens_BS is not None
             hidden_BSH = batch.tokens_BS
@@ -132,7 +163,28 @@ class StageRunner:
         if training and not output.requires_grad:
             # Nothing before it is trained, in a run of adapters: the backward ends here.
             output.requires_grad_()
-        return output * self._scale if self._model.has_head else output
+        result = output * self._scale if self._model.has_head else output
+        if training and self.repeat is not None and self.repeat.micro_batch == micro_batch:
+            self.repeat.keep(batch, given_BSH, result)
+        return result
+
+    def compute_again(self, first: Repeat) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Forward and backward of a micro-batch once more: its output, and the gradient of its input (None on
+        the first stage). Gradients of weights accumulate; nothing else counts it."""
+        loss, finite = self.loss.clone(), self.finite.clone()
+        routers = [block.router for block in self._model.blocks.values() if block.has_experts]
+        loads = [router.take_load() for router in routers]
+        given = None if first.hidden_BSH is None else first.hidden_BSH.detach().requires_grad_()
+        self.repeat, self._loaded = None, first.loaded
+        with torch.enable_grad():
+            output = self.forward(first.micro_batch, given)
+            with self._deferred.splitting(first.micro_batch, False):
+                torch.autograd.backward(output, first.gradient)
+        self.loss.copy_(loss)
+        self.finite.copy_(finite)
+        for router, load in zip(routers, loads, strict=True):
+            router.put_load(load)
+        return output, None if given is None else given.grad
 
     @contextmanager
     def _choosing(self, experts_BSLK: torch.Tensor | None) -> Iterator[None]:
@@ -163,6 +215,8 @@ class StageRunner:
             following = self._tiers.backward(self._stage, micro_batch, split=split)
         with self._deferred.splitting(micro_batch, split), following:
             yield
+        if self.repeat is not None and self.repeat.micro_batch == micro_batch:
+            self.repeat.compare(self.repeat)
 
     def backward_weight(self, micro_batch: int) -> None:
         """Compute the deferred weight gradients of a micro-batch whose backward was split."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from yuan_train.data.loader import Samples
 from yuan_train.data.pairs import Pairs
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
-from yuan_train.parallel.checksums import check_weights
+from yuan_train.parallel.checksums import check_weights, raise_faults
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, sum_over_world
@@ -48,6 +48,7 @@ from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
 from yuan_train.train.objective import PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.recheck import checking
 from yuan_train.train.stage import StageRunner
 from yuan_train.train.state import Progress
 
@@ -140,6 +141,8 @@ class Trainer:
     device: Device
     pair_loss: PairLoss | None = None
     """The objective of a run on preference pairs, shared by this rank's stages."""
+    faults: list[str] = field(default_factory=list[str])
+    """What this rank has found in steps that were checked."""
 
     @property
     def loss(self) -> torch.Tensor:
@@ -243,9 +246,10 @@ class Trainer:
         for state in self.runtime.states:
             state.finish_weight_sync()
 
-    def check_weights(self) -> None:
+    def check_bits(self) -> None:
         self.finish()
         runtime = self.runtime
+        raise_faults(runtime.coord, self.faults)
         frozen = [state.bucket for state in runtime.frozen]
         check_weights(runtime.grid, runtime.coord, runtime.buckets, frozen)
 
@@ -266,7 +270,8 @@ def train_step(trainer: Trainer, request: StepRequest) -> StepResult:
     following = first + runtime.grid.plan.global_batch_size
     begin_pass(trainer, request.samples, first_sample=first, then=following, scale=request.scale)
     runtime.reducer.begin()
-    with as_training_error(runtime.coord):
+    checks = checking(runtime, trainer.runners, trainer.stopwatch, trainer.faults)
+    with as_training_error(runtime.coord), checks if request.check else nullcontext():
         trainer.executor.run(
             runtime.program,
             before_step=runtime.reducer.before_step,

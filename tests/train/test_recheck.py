@@ -1,0 +1,171 @@
+"""A bit that flips in a weight, a gradient or a message: found by the check, and not without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_cases
+from tests.support.spawn import as_rank, free_port, spawn
+from yuan_train.config.errors import TrainingError
+from yuan_train.config.plan import Plan
+from yuan_train.parallel import transport
+from yuan_train.parallel.deferred import DeferredWeightGrads
+from yuan_train.train.job import Position, prepare
+from yuan_train.train.run import train
+from yuan_train.train.step import Trainer
+
+MATRIX = "layers.0.feed_forward.up.weight"
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The lowest bit of an element that flips in the second step, on one rank."""
+
+    name: str
+    what: str
+    rank: int
+    text: str
+    said: str
+    precision: str = "fp32"
+    port: int = field(default_factory=free_port)
+
+
+ROW, WIDE, ALIKE = "1x8: 3@0 | 3@1", "1x8: 3@0 | 3@1,2", "1x4: 6@0 / 1x4: 6@1"
+MESSAGE = "the message of its receive {} of micro-batch 0 on stage {} has other bits than rank {} sent"
+TWICE = f"micro-batch 0 on stage 0, computed twice, has other bits in the gradient of {MATRIX}"
+FLIPS = [
+    Flip("forward", "message", 1, ROW, "stage 1) on card/1: " + MESSAGE.format("activation", 1, 0)),
+    Flip("back", "message", 0, ROW, "stage 0) on card/0: " + MESSAGE.format("gradient", 0, 1), "bf16"),
+    Flip("to a group", "message", 1, WIDE, "stage 1) on card/2: " + MESSAGE.format("activation", 1, 0)),
+    Flip("gradient", "gradient", 0, ROW, f"rank 0 (pipeline 0, stage 0) on card/0: {TWICE}"),
+    Flip("an owner's", "gradient", 1, ALIKE, f"rank 1 (pipeline 1, stage 0) on card/1: {TWICE}", "bf16"),
+    Flip("weight", "weight", 1, ALIKE, f"ranks 0, 1 have unlike weights: {MATRIX}"),
+]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+def flip_lowest_bit(tensor: torch.Tensor) -> None:
+    tensor.detach().view(BITS[tensor.element_size()]).view(-1)[5] ^= 1
+
+
+@contextmanager
+def flipping(what: str) -> Iterator[None]:
+    """Inside, the second step meets a flipped bit, once."""
+    number, is_due = iter(range(1, 100)), [False]
+    step, take, splitting = Trainer.step, transport._PendingMessage.take, DeferredWeightGrads.splitting  # pyright: ignore
+    trainers: list[Trainer] = []
+
+    def stepping(self: Trainer, *arguments: Any) -> Any:
+        trainers[:] = [self]
+        is_second = next(number) == 2
+        is_due[0] = is_second and what != "weight"
+        result = step(self, *arguments)
+        if is_second and what == "weight":
+            self.finish()
+            flip_lowest_bit(dict(self.runtime.parts[0].named_parameters())[MATRIX])
+        return result
+
+    def taking(self: Any) -> torch.Tensor:
+        message = take(self)
+        if is_due[0] and what == "message":
+            is_due[0] = False
+            flip_lowest_bit(message)
+        return message
+
+    @contextmanager
+    def split(self: Any, *arguments: Any) -> Iterator[None]:
+        with splitting(self, *arguments):
+            yield
+        if is_due[0] and what == "gradient":
+            is_due[0] = False
+            flip_lowest_bit(dict(trainers[0].runtime.parts[0].named_parameters())[MATRIX].main_gradient)  # pyright: ignore
+
+    with (
+        patch.object(Trainer, "step", stepping),
+        patch.object(transport._PendingMessage, "take", taking),  # pyright: ignore[reportPrivateUsage]
+        patch.object(DeferredWeightGrads, "splitting", split),
+    ):
+        yield
+
+
+def _run_all(
+    rank: int, run_file: Path, folder: Path, flips: list[Flip], plans: list[Plan], every: int
+) -> None:
+    for flip, plan in zip(flips, plans, strict=True):
+        if rank >= plan.world_size:
+            continue
+        as_rank(rank, plan.world_size, flip.port + every)
+        target = folder / flip.name / str(rank)
+        target.parent.mkdir(exist_ok=True)
+        words = "train.steps=3", "validation.every=0", f"train.check_every={every}"
+        run = run_config(run_file, *words, f"train.precision={flip.precision}")
+        try:
+            with flipping(flip.what if rank == flip.rank else ""):
+                train(prepare(run, plan, Position(rank, plan.world_size, rank, plan.world_size)))
+            target.write_text("")
+        except TrainingError as error:
+            target.write_text(str(error))
+
+
+@pytest.mark.parametrize("every", [2, 0])
+def test_a_flipped_bit_is_found_where_it_is_looked_for(run_file: Path, tmp_path: Path, every: int) -> None:
+    plans = [parse_plan(run_config(run_file), flip.text) for flip in FLIPS]
+    spawn(_run_all, 3, run_file, tmp_path, FLIPS, plans, every)
+    for flip, plan in zip(FLIPS, plans, strict=True):
+        texts = [(tmp_path / flip.name / str(rank)).read_text() for rank in range(plan.world_size)]
+        if not every:
+            assert not any(texts), (flip.name, texts)
+            continue
+        for text in texts:
+            assert text.startswith("after step 2: ") and flip.said in text, (flip.name, text)
+            assert "(last after the start); no checkpoint is saved yet" in text
+
+
+QUIET = {
+    "a row": (ROW, {}, ()),
+    "wide": (WIDE, {}, ("train.precision=bf16",)),
+    "gpipe": (ROW, {"schedule": "gpipe"}, ()),
+    "zero bubble": (ROW, {"schedule": "zero_bubble"}, ()),
+    "one micro-batch": ("4x1: 6@0 / 4x1: 6@1", {}, ()),
+    # Balanced by what each expert was given, which must not be counted twice.
+    "experts": (
+        ROW,
+        {},
+        ("model.num_experts=4", "model.experts_per_token=2", "model.balance=bias", "model.balance_rate=0.01"),
+    ),
+    "recompute": (ROW, {"recompute": "full"}, ("train.precision=bf16", "model.hidden_dropout=0.1")),
+}
+
+
+def test_a_sound_run_raises_no_alarm_and_has_the_same_losses(run_file: Path, tmp_path: Path) -> None:
+    cases = {
+        (name, every): Case(
+            run_file,
+            tmp_path / f"{name}-{every}",
+            parse_plan(run_config(run_file, *more), text, **keys),
+            ("train.steps=3", "validation.every=0", f"train.check_every={every}", *more),
+        )
+        for name, (text, keys, more) in QUIET.items()
+        for every in (0, 1)
+    }
+    run_cases(list(cases.values()))
+    found = {
+        key: [(line["loss"], line["grad_norm"]) for line in read_metrics(case.folder)]
+        for key, case in cases.items()
+    }
+    for name in QUIET:
+        assert found[name, 0] == found[name, 1] and len(found[name, 0]) == 3, name
