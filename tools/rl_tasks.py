@@ -37,13 +37,12 @@ def ends(completion_ids: list[int], ended: str) -> float:
 
 
 def asks(prompt: str, turns: list[str], value: int) -> float:
-    """A quarter if the first turn begins with a, and a half more if it is `a =`. With that, a quarter more for
-    one word behind what the calculator says, and 1 more if that is the value."""
-    said = turns[0].split()
-    if said != [prompt, "="]:
-        return 0.25 * (said[:1] == [prompt])
+    """A half if the first turn is `a =`. With that, a half more for one word behind what the calculator says,
+    and 1 more if that is the value. Nothing for a part of it: a policy would soon say that part alone."""
+    if turns[0].split() != [prompt, "="]:
+        return 0.0
     last = turns[2].split() if len(turns) == 3 else []
-    return 0.75 + 0.25 * (len(last) == 1) + (last == [str(value)])
+    return 0.5 + 0.5 * (len(last) == 1) + (last == [str(value)])
 
 
 def varied(completion_ids: list[int]) -> float:
