@@ -23,7 +23,7 @@ from tests.rl.test_apart import roles_of
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
 from tests.support.serving import serving
-from tests.support.spawn import free_port, patience, start_command
+from tests.support.spawn import free_port, patience, start_command, start_ranks
 from tools import rl_tasks
 from yuan_train.checkpoint.hf import export_hf, weights_state
 from yuan_train.checkpoint.load import find_checkpoint
@@ -31,6 +31,7 @@ from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.rl.experience import Ticket
@@ -406,6 +407,34 @@ def test_an_odd_reply_ends_the_run(tmp_path: Path, name: str) -> None:
         with pytest.raises(TrainingError) as ended:
             run_rl(RLCase(path, tmp_path / "log", None, (roles([fake.url], "test"),)))
     assert f"{fake.url}/v1/completions: wanted" in str(ended.value) and why in str(ended.value)
+
+
+def test_all_ranks_end_with_what_a_server_did(tmp_path: Path) -> None:
+    """2 where it cannot be reached at the start, 1 where its reply is odd; rank 0 alone asks."""
+    path, plan = write_rl(tmp_path), tmp_path / "plan.yaml"
+    policy = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
+    save_plan(plan, parse_plan(policy, "2x4: 1@0 | 3@1"))
+    gone = f"http://127.0.0.1:{free_port()}"
+    with faking() as fake:
+        fake.answers = ODD["nan"][0]
+        for url, wanted, why in (
+            (gone, 2, f"roles.generation.http: {gone}/v1/models: cannot be reached"),
+            (fake.url, 1, f"{fake.url}/v1/completions: wanted finite log-probabilities"),
+        ):
+            words = [
+                "rl",
+                "--config",
+                path,
+                "--plan",
+                plan,
+                roles([url], "test"),
+                f"log.directory={tmp_path}",
+            ]
+            with start_ranks(words, tmp_path, 2) as ranks:
+                for rank in ranks:
+                    code, said = rank.wait(within_seconds=60)
+                    assert (code, "Traceback" in said) == (wanted, False), said
+                assert why in ranks[0].stderr.read_text()
 
 
 def test_a_server_in_trouble_is_lost_or_ends_the_run(tmp_path: Path) -> None:
