@@ -132,7 +132,14 @@ def saved(path: Path, folder: Path, *more: str) -> RLCase:
     return RLCase(path, folder, None, (*RENEWED, *save, *more))
 
 
-@pytest.mark.parametrize("more", [(), ("train.precision=bf16",), (LORA, "train.precision=bf16")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("train.precision=bf16",), marks=pytest.mark.slow),
+        (LORA, "train.precision=bf16"),
+    ],
+)
 def test_a_renewed_reference_is_the_same_after_a_resume(tmp_path: Path, more: tuple[str, ...]) -> None:
     """Before the first renewal, at one, and between two; in bf16 the reference is not the masters."""
     path = write_rl(tmp_path)
@@ -173,6 +180,7 @@ def run_all(rank: int, uneven: list[RLCase], apart: list[tuple[Path, tuple[str, 
         run_cases(rank, apart)
 
 
+@pytest.mark.slow
 def test_a_renewed_reference_under_plans_and_on_cards_of_its_own(tmp_path: Path) -> None:
     """As in one process, also resumed between two renewals, or there under another plan."""
     path = write_rl(tmp_path)

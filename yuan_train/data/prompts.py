@@ -51,8 +51,8 @@ class Prompt:
     """What the file says under `answer`; None if nothing."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What it says beside these, by name; for reward functions."""
-    is_chat: bool = False
-    """Whether the file has messages, which the tokenizer's template made the text of."""
+    messages: tuple[Mapping[str, str], ...] | None = None
+    """Of a chat, as the file has them; the tokenizer's template made the text of them."""
 
 
 class Prompts:
@@ -238,7 +238,8 @@ def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, 
     if isinstance(prompt, list):
         check_question(prompt, where)
         text = render_chat(tokenizer, prompt)
-        return Prompt(tuple(tokenizer.encode(text, special=True)), text, answer, columns, is_chat=True)
+        ids = tuple(tokenizer.encode(text, special=True))
+        return Prompt(ids, text, answer, columns, messages=tuple(prompt))
     if not isinstance(prompt, str):
         raise DataError(f"{where}: prompt is {type(prompt).__name__}; wanted text, messages or prompt_ids")
     text = template.replace("{prompt}", prompt)

@@ -77,6 +77,8 @@ def file_keys(kind: str, prefix: str = "") -> tuple[Key, ...]:
         others = [
             name for name in KINDS if any(matches(k.path, prefix) for k in _keys_of(_class_of(name), ()))
         ]
+        # Who asks of a plan may mean another one.
+        others.sort(key=lambda name: kind not in name)
         hint = f"; did you mean {close[0]!r}?" if close else f"; `yuan-train keys {kind}` lists them"
         hint = f"; `yuan-train keys {others[0]} {prefix}` has some" if others else hint
         raise ConfigError(f"{prefix}: no key of {KINDS[kind][2]} begins so{hint}")

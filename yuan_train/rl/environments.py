@@ -280,7 +280,8 @@ class Conversation:
         """On the first rank: have environments made for all answers to a ticket."""
         assert self.environments is not None and ticket.prompt is not None
         prompt = ticket.prompt
-        row = {**prompt.columns, "prompt": prompt.text, "prompt_ids": prompt.ids, "answer": prompt.answer}
+        given = prompt.text if prompt.messages is None else prompt.messages
+        row = {**prompt.columns, "prompt": given, "prompt_ids": prompt.ids, "answer": prompt.answer}
         for number in range(ticket.count):
             self.environments.call((ticket.number, number), {"reset": row})
 
@@ -293,7 +294,9 @@ class Conversation:
         said = told[0]["said"]
         if any(one["said"] != said for one in told):
             return "the environment: reset said something else for another answer to the same prompt"
-        self._chats[ticket.number] = ticket.prompt.is_chat if said is None else isinstance(said, list)
+        self._chats[ticket.number] = (
+            ticket.prompt.messages is not None if said is None else isinstance(said, list)
+        )
         if said is None:
             return ticket
         try:
