@@ -15,6 +15,7 @@ from tests.support.hf_decoders import write_tokenizer
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, run_rl_cases, write_rl
 from tests.support.spawn import free_port, spawn
+from tools import rl_tasks
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import EnvironmentConfig, load_rl, policy_run
 from yuan_train.data.chat import continue_chat
@@ -301,3 +302,11 @@ def test_replies_join_later_than_the_others_go_on(tmp_path: Path, monkeypatch: p
     assert rounds[4]["rounds"] >= rounds[1]["rounds"]
     assert torch.isfinite(torch.tensor(rounds[4]["loss"]))
     assert rounds[4]["turns"] == rounds[1]["turns"], "what is said does not depend on when it is read"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_two_turns_are_learned_from_random_weights(tmp_path: Path, seed: int) -> None:
+    """Each turn has a reward of 1.2, and what the second one wants the environment alone knows."""
+    first, last = rl_tasks.learn("successor", seed, tmp_path, [])
+    assert first < 0.3 and last > 2.0
