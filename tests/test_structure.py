@@ -77,7 +77,7 @@ ROOMS = {
     "parallel": (27, 8125),
     "profile": (4, 1315),
     "report": (7, 1297),
-    "rl": (21, 7045),
+    "rl": (21, 7041),
     "schedule": (9, 2068),
     "serve": (6, 1794),
     "supervise": (6, 1407),

@@ -237,6 +237,7 @@ class _Answer:
     drawn: list[int] = field(default_factory=list[int])
     """Places of the tokens that were drawn, in `ids`; of several turns."""
     turns: int = 0
+    """That have ended."""
     last_turn: int = 0
     """Where the turn under way begins."""
     reward: float | None = None
@@ -253,7 +254,7 @@ class _Answer:
         episode = None
         if has_turns:
             prompt, drawn = self.ticket.prompt_ids, tuple(self.drawn)
-            episode = Episode(prompt, drawn, self.last_turn, max(self.turns, 1), self.reward)
+            episode = Episode(prompt, drawn, self.last_turn, self.turns, self.reward)
         log_probs = tuple(self.log_probs)
         found = Sample(self.ticket.number, self.number, tuple(self.ids), log_probs, ended, episode)
         if not self.experts:
@@ -828,8 +829,8 @@ class Engine:
         answer.ids.append(round(drawn[0]))
         answer.log_probs.append(drawn[1])
         ended = self.draws.why_ended(ticket, answer.ids)
+        answer.turns += ended is not None
         if self.has_turns and ended == "stop":
-            answer.turns += 1
             answer.rests = True
             self._turns.append(Turn(ticket.number, number, tuple(answer.ids[answer.last_turn : -1])))
             ended = None
@@ -865,13 +866,13 @@ class Engine:
                 if chosen_TK is not None and self._runtime.coord.tensor_rank == 0:
                     found[number][:, :, layer] = chosen_TK.view(*shape, -1).cpu()
         if self._ranks is not None:
-            what = "the sum of the experts that were chosen"
-            with (
-                as_training_error(self._runtime.coord),
-                blame_peers(what, dist.get_process_group_ranks(self._ranks)),
-            ):
-                dist.all_reduce(flat, group=self._ranks)
+            self._add_up(flat, "the sum of the experts that were chosen", self._ranks)
         return {number: experts.short() for number, experts in found.items()}
+
+    def _add_up(self, flat: Tensor, what: str, ranks: dist.ProcessGroup) -> None:
+        """Make numbers on the host their sum over the pipeline's ranks."""
+        with as_training_error(self._runtime.coord), blame_peers(what, dist.get_process_group_ranks(ranks)):
+            dist.all_reduce(flat, group=ranks)
 
     def _exchange(self, counts: dict[int, int]) -> dict[int, list[tuple[float, ...]]]:
         """What was drawn of each group, by group, on all ranks: only one adds what is not zero."""
@@ -884,12 +885,7 @@ class Engine:
         for number, drawn in self.drawn.items():
             if self._runtime.coord.tensor_rank == 0:
                 parts[number].copy_(drawn)
-        what = "the sum of the drawn tokens"
-        with (
-            as_training_error(self._runtime.coord),
-            blame_peers(what, dist.get_process_group_ranks(self._ranks)),
-        ):
-            dist.all_reduce(flat, group=self._ranks)
+        self._add_up(flat, "the sum of the drawn tokens", self._ranks)
         self.has_news |= bool(flat[-1, 0] > 0)
         return {n: [tuple(one) for one in part.tolist()] for n, part in parts.items()}
 
