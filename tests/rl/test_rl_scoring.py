@@ -113,7 +113,9 @@ def test_what_is_refused(tmp_path: Path, scores: Path) -> None:
     path = write_rl(tmp_path)
     roles = shared_with(path, scores, reference="2x4: 4@0", reward="2x4: 4@0")
     model = f"reward.model={{checkpoint: '{scores}', weight: -2.0}}"
-    with pytest.raises(PlanError, match=r"roles.reward: the plan has one, and reward.model is null"):
+    with pytest.raises(
+        PlanError, match="roles.reward: the plan has one, and the run has neither reward.model nor"
+    ):
         check_rl_plan_of_run(roles, load_rl(path, (KL,)))
     reward = roles.roles.reward
     assert reward is not None

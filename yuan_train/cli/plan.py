@@ -430,9 +430,9 @@ def plan_roles(arguments: argparse.Namespace) -> int:
 
 
 def read_reward_model(run: RLConfig) -> ModelConfig | None:
-    """The reward model that a run scores with; None if functions score. Raises CheckpointError."""
-    if run.reward.model is None:
+    """The reward model or teacher that reads a run's answers; None without one. Raises CheckpointError."""
+    if run.reward.reader is None:
         return None
     from yuan_train.checkpoint.load import find_checkpoint
 
-    return find_checkpoint(run.reward.model.checkpoint).model
+    return find_checkpoint(run.reward.reader.checkpoint).model

@@ -158,6 +158,20 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """A language model of the policy's tokens, often a larger one, that the policy learns to write like.
+
+    What its log-probability of a drawn token has above the policy's own is added to the token's advantage: on
+    the mean the divergence KL(policy || teacher) falls (on-policy distillation; arXiv 2306.13649, section 3).
+    """
+
+    checkpoint: str
+    """Of a run that trains a language model, or of `import-hf`."""
+    weight: Annotated[float, Gt(0)] = 1.0
+    """Of these differences, beside the advantages that come of rewards."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
     """A penalty of long answers, linear within the last `buffer` tokens (arXiv 2503.14476, eq. 13)."""
 
@@ -176,9 +190,12 @@ class RewardConfig:
     """Rewards: the weighted sum of functions, and what is done to it."""
 
     functions: tuple[RewardFunction, ...] = DEFAULT_FUNCTIONS
-    """Functions of an answer; the reward is their weighted sum. Beside an environment, none unless given."""
+    """Functions of an answer; the reward is their weighted sum. Beside an environment or a teacher none,
+    unless some are given."""
     model: RewardModelConfig | None = None
     """A reward model whose score is added; None: none."""
+    teacher: TeacherConfig | None = None
+    """A language model that the policy learns to write like, where it has no reward model; None: none."""
     workers: Count = 2
     """Processes that score: beside rank 0, or beside the first rank of each engine on cards of its own."""
     concurrency: Count = 1
@@ -192,6 +209,11 @@ class RewardConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     truncated: float | None = None
     """The reward of an answer that reached max_new_tokens, whatever it says; None: as it scores."""
+
+    @property
+    def reader(self) -> RewardModelConfig | TeacherConfig | None:
+        """The model that reads answers beside the policy: what has the role `reward` of a plan."""
+        return self.model or self.teacher
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -445,7 +467,8 @@ class RLConfig:
         if isinstance(self.environment, str):
             key = "name" if self.environment in get_args(EnvironmentName) else "python"
             object.__setattr__(self, "environment", EnvironmentConfig(**{key: cast(Any, self.environment)}))
-        if self.environment is not None and self.reward.functions is DEFAULT_FUNCTIONS:
+        has_other = self.environment is not None or self.reward.teacher is not None
+        if has_other and self.reward.functions is DEFAULT_FUNCTIONS:
             object.__setattr__(self, "reward", replace(self.reward, functions=()))
 
     @property
@@ -685,10 +708,20 @@ def _algorithm(run: RLConfig) -> Iterator[Violation]:
 
 def _rewards(run: RLConfig) -> Iterator[Violation]:
     reward = run.reward
-    if not reward.functions and reward.model is None and run.environment is None:
+    if not reward.functions and reward.reader is None and run.environment is None:
         yield Violation(
             ("reward", "functions"),
-            "nothing gives a reward; wanted a function, reward.model, or an environment",
+            "nothing gives a reward; wanted a function, reward.model, reward.teacher, or an environment",
+        )
+    if reward.teacher is not None and reward.model is not None:
+        yield Violation(
+            ("reward", "teacher"),
+            "beside reward.model, but a run has one model that reads the policy's answers; leave one out",
+        )
+    if reward.teacher is not None and run.algorithm.filter == "zero_variance":
+        yield Violation(
+            ("algorithm", "filter"),
+            "zero_variance drops groups of equal rewards, of which reward.teacher teaches too; wanted none",
         )
     labels = [function.label for function in reward.functions]
     for i, function in enumerate(reward.functions):
@@ -708,13 +741,13 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
             ("reward", "functions", labels.index("environment")),
             "'environment' is the name of the environment's rewards; give the function another",
         )
-    if not labels and reward.model is not None and run.data.skip_solved:
+    if not labels and run.data.skip_solved:
         yield Violation(
             ("data", "skip_solved"),
             f"{run.data.skip_solved}, but no reward function says what is solved; give one (weight: 0 leaves "
             "the reward as it is), or leave it out",
         )
-    if not labels and reward.model is not None and run.data.evaluation is not None:
+    if not labels and run.data.evaluation is not None:
         yield Violation(
             ("data", "evaluation"),
             "pass@1 counts answers that the first reward function gives 1, and there is none; give one "

@@ -88,7 +88,7 @@ class RolePlans:
     generation: GenerationPlan
     reference: ReferencePlan | None = None
     reward: RolePlan | None = None
-    """A reward model, on cards of its own; None: functions score."""
+    """A reward model or a teacher, on cards of its own; None: there is none, or it is on the policy's."""
     critic: CriticPlan | None = None
     """None: there is none, or the plan was made without regard to it."""
 
@@ -396,8 +396,8 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
         coefficient = run.algorithm.kl.coefficient
         faults.append(f"roles.reference: the plan {has} one, and algorithm.kl.coefficient is {coefficient:g}")
     scoring = plan.roles.reward
-    if scoring is not None and run.reward.model is None:
-        faults.append("roles.reward: the plan has one, and reward.model is null; plan again")
+    if scoring is not None and run.reward.reader is None:
+        faults.append("XX")
     if scoring is not None and scoring.plan.sequence_length < run.sequence_length:
         planned = scoring.plan.sequence_length
         faults.append(

@@ -4,7 +4,7 @@ Each engine has links of its own: what becomes of one leaves the links to the ot
 that is lost is let go with its links, which tells what is left of it to end, if the run goes on with the
 others (`generation.on_lost_engine`).
 
-The policy's end of a role that scores rows on cards of its own: the reference, or the reward model.
+The policy's end of a role that scores rows on cards of its own: the reference, or a reward model or teacher.
 
 The controller, rank 0 of the policy, sends rows to the role's leader and takes a number of each token, or of
 each sequence, back; all ranks of the policy get them.
@@ -440,7 +440,7 @@ class RemoteReference(RemoteScores):
 
 
 class RemoteRewardModel(RemoteScores):
-    """The scores of a reward model on other cards."""
+    """A reward model or a teacher on other cards."""
 
     def __init__(self, roles: RlPlan, trainer: Trainer, position: RolePosition, run: RLConfig) -> None:
         """Make the link. Raises TrainingError."""
@@ -453,5 +453,9 @@ class RemoteRewardModel(RemoteScores):
         if not sequences:
             return []
         rows = make_score_rows(sequences, length=self._length, packed=self._packed)
-        self.begin([rows], [len(sequences)])
-        return self.finish().tolist()
+        return self.log_probs([rows], [len(sequences)]).tolist()
+
+    def log_probs(self, batches: Sequence[Rows], counts: Sequence[int]) -> Tensor:
+        """Of a teacher, the log-probability of each token, as `RewardModel.log_probs`."""
+        self.begin(batches, counts)
+        return self.finish()

@@ -86,6 +86,8 @@ class RLMetrics(StepMetrics):
     """-mean log-probability of the tokens that were drawn."""
     kl: float | None
     """The estimate of the divergence from the reference; None without one."""
+    teacher_kl: float | None
+    """The mean over tokens of log policy - log teacher, when they were drawn; None without a teacher."""
     ratio_mean: float | None
     """Of the policy to that which drew, before clipping, over all updates; and the largest."""
     ratio_max: float | None
@@ -328,6 +330,8 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
     trainer, progress, renewal = _build(job, feed, loss, apart)
     reference = renewal.reference if renewal is not None else None
     critic = Critic(job, feed) if run.critic is not None else None
+    reader = _make_reward_model(job, trainer, apart)
+    teaches = run.reward.teacher is not None
     updater = Updater(
         run,
         trainer,
@@ -337,6 +341,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
         reference=reference,
         decoupled=run.correction(job.mode) == "decoupled",
         critic=critic,
+        teacher=reader if teaches else None,
     )
     generating, talk = None, None
     if not job.generates_apart:
@@ -345,7 +350,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
         trainer.optimizer.set_step(policy.checkpoint.state["rl"]["progress"]["optimizer_steps"])
 
     def make_collector() -> tuple[Collector, list[object]]:
-        reward_model = _make_reward_model(job, trainer, apart)
+        reward_model = None if teaches else reader
         if job.http is not None:
             fleet = http_fleet(job, trainer, helpers.scorers)
             collector = RemoteCollector(job, trainer, helpers.scorers, reward_model, fleet)
@@ -354,7 +359,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
             collector = RemoteCollector(job, trainer, helpers.scorers, reward_model, own_fleet(job, apart))
         else:
             collector = Collector(job, trainer, generating, helpers.scorers, reward_model, talk)
-        return collector, [collector, reward_model, reference]
+        return collector, [collector, reader, reference]
 
     return PolicyEngine(job, trainer, updater, critic, renewal, make_collector), progress
 
@@ -662,5 +667,6 @@ def _of_updates(result: UpdateResult) -> dict[str, Any]:
         "clipped": found.get("clipped"),
         "log_prob_gap": {"mean": found.get("gap"), "max": found.get("gap_max")},
         "value_loss": critic.loss if critic is not None else None,
+        "teacher_kl": result.teacher_kl,
         "explained_variance": critic.explained_variance if critic is not None else None,
     }

@@ -1,8 +1,8 @@
-"""A rank of a role that scores rows on cards of its own: the reference, or the reward model.
+"""A rank of a role that scores rows on cards of its own: the reference, or a reward model or teacher.
 
 It does what the controller says until that says stop: a forward pass over some rows, under any plan, and a
 number of each token or sequence back. Nothing is trained, so there is neither gradient nor optimizer state.
-The reference has its weights from the policy, once or, renewed, again; a reward model reads its checkpoint.
+The reference has its weights from the policy, once or, renewed, again; the others read their checkpoints.
 
 The one loop of a rank that works for the policy: it does what the controller asks until that says stop.
 
@@ -131,7 +131,8 @@ def prepare_scoring(run: RLConfig, roles: RlPlan, role: ScoringRole, position: P
     reward_model = find_reward_model(run, tokenizer) if role == "reward" else None
     if reward_model is not None and replace(reward_model.model, name="") != replace(plan.model, name=""):
         raise PlanError(
-            f"roles.reward.plan.model: not that of {reward_model.path} (reward.model.checkpoint); plan again"
+            f"roles.reward.plan.model: not that of {reward_model.path} (of reward.model or "
+            "reward.teacher); plan again"
         )
     job = Job(own, plan, position, device, Answers([]), None, tokenizer, None)
     return ScoringJob(run, roles, role, job, reward_model)
@@ -169,7 +170,7 @@ def _score(job: ScoringJob, lanes: Lanes, rows: Rows, count: int) -> torch.Tenso
     """A number of each of `count` tokens or sequences: fp64 on the host, on all ranks of the role."""
 
     def make(place_RS: torch.Tensor) -> Recorder:
-        if job.role == "reward":
+        if job.role == "reward" and job.run.reward.model is not None:
             return LastValues(place_RS, count)
         return TokenScores(place_RS, count, temperature=job.run.generation.temperature)
 
@@ -189,7 +190,7 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
         load_runtime(job.reward_model, runtime)
 
         def never(*, trained: bool) -> None:
-            raise AssertionError("a reward model's weights stay as they are")
+            raise AssertionError("a checkpoint's weights stay as they are")
 
         return never
     with as_training_error(runtime.coord):

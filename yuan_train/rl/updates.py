@@ -15,10 +15,11 @@ from yuan_train.objectives import advantages as kinds
 from yuan_train.objectives.losses import BatchTotals, explained_variance, reward_penalty
 from yuan_train.parallel.groups import guard_world_collective, sum_over_world
 from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
-from yuan_train.rl.engines import RemoteReference
+from yuan_train.rl.engines import RemoteReference, RemoteRewardModel
 from yuan_train.rl.experience import Group, RowFeed, Rows, make_rows
 from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, TokenScores
+from yuan_train.rl.reward_model import RewardModel
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
 
@@ -26,6 +27,13 @@ from yuan_train.train.step import Trainer
 def lengths_of(groups: Sequence[Group]) -> list[int]:
     """Tokens of each answer that the policy drew."""
     return [sample.num_drawn for group in groups for sample in group.samples]
+
+
+def _drawn(groups: Sequence[Group]) -> Tensor:
+    """The log-probability of each token when it was drawn: fp64 [N] on the host."""
+    return torch.tensor(
+        [p for group in groups for sample in group.samples for p in sample.log_probs], dtype=torch.float64
+    )
 
 
 def token_advantages(
@@ -111,6 +119,8 @@ class UpdateResult:
     """Means over the tokens of all updates that were made, of the first one alone `gap`; and `ratio_max` and
     `gap_max`. Empty if none was made."""
     critic: CriticResult | None = None
+    teacher_kl: float | None = None
+    """The mean over tokens of log policy - log teacher; None without a teacher."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,7 @@ class Updater:
         reference: Reference | RemoteReference | None,
         decoupled: bool,
         critic: Critic | None = None,
+        teacher: RewardModel | RemoteRewardModel | None = None,
     ) -> None:
         self._run = run
         self._trainer = trainer
@@ -153,6 +164,7 @@ class Updater:
         self._reference = reference
         self._needs_old = run.algorithm.updates > 1 or run.algorithm.epochs > 1 or decoupled
         self._critic = critic
+        self._teacher = teacher
         self._lanes = Lanes(trainer, feed)
 
     def train(self, groups: Sequence[Group], request: StepRequest) -> UpdateResult:
@@ -171,14 +183,10 @@ class Updater:
         if isinstance(self._reference, Reference):
             with self._reference.in_place():
                 reference = self._score([replace(part, rows=part.rows.anew) for part in parts])
-        penalty = self._penalty(groups, old, reference)
-        fit = None
-        if self._critic is None:
-            advantages = token_advantages(groups, self._run.algorithm, penalty_N=penalty)
-        else:
-            values = torch.cat([self._critic.values(part.rows, part.count) for part in parts])
-            advantages, returns = critic_advantages(groups, values, self._critic.config, penalty_N=penalty)
-            fit = (values, returns)
+        advantages, fit = self._advantages(groups, parts, self._penalty(groups, old, reference))
+        lesson = self._lesson(groups, parts, old)
+        if lesson is not None:
+            advantages = advantages + lesson
         losses: list[float] = []
         norms: list[float] = []
         steps, overflowed, is_first = 0, False, True
@@ -206,7 +214,34 @@ class Updater:
             tokens=sum(part.rows.used for part in parts) * self._run.algorithm.epochs,
             measures={} if is_first else self._measures(),
             critic=critic,
+            teacher_kl=self._teacher_kl(lesson),
         )
+
+    def _advantages(
+        self, groups: Sequence[Group], parts: Sequence[_Part], penalty_N: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Advantages of rewards, and with a critic its values and what they are fitted to: fp64 [N]."""
+        if self._critic is None:
+            return token_advantages(groups, self._run.algorithm, penalty_N=penalty_N), None
+        values = torch.cat([self._critic.values(part.rows, part.count) for part in parts])
+        advantages, returns = critic_advantages(groups, values, self._critic.config, penalty_N=penalty_N)
+        return advantages, (values, returns)
+
+    def _lesson(self, groups: Sequence[Group], parts: Sequence[_Part], old: Tensor | None) -> Tensor | None:
+        """What a teacher adds to advantages: fp64 [N]; None without one.
+
+        The gradient of KL(policy || teacher) at a state, from the token drawn there (arXiv 2306.13649, eq. 4,
+        with all of the data the student's own): how later tokens are drawn is taken as given.
+        """
+        if self._teacher is None or self._run.reward.teacher is None:
+            return None
+        said = self._teacher.log_probs([part.rows.anew for part in parts], [part.count for part in parts])
+        return self._run.reward.teacher.weight * (said - (_drawn(groups) if old is None else old))
+
+    def _teacher_kl(self, lesson: Tensor | None) -> float | None:
+        """The mean over tokens of log policy - log teacher."""
+        teacher = self._run.reward.teacher
+        return None if lesson is None or teacher is None else -float(lesson.mean()) / teacher.weight
 
     def _fit_critic(
         self, parts: Sequence[_Part], values_N: Tensor, returns_N: Tensor, request: StepRequest
@@ -249,7 +284,6 @@ class Updater:
         if self._run.algorithm.mask_truncated:
             samples = [sample for group in part.groups for sample in group.samples]
             trained = [sample.num_drawn for sample in samples if sample.ended != "limit"]
-        sampled = [p for group in part.groups for sample in group.samples for p in sample.log_probs]
 
         def put(values: Tensor | None) -> Tensor | None:
             found = part.of(values)
@@ -257,7 +291,7 @@ class Updater:
 
         return Batch(
             place_RS=part.trained.place.to(device),
-            sampled=torch.tensor(sampled, dtype=torch.float64, device=device),
+            sampled=_drawn(part.groups).to(device),
             advantages=advantages[part.first : part.first + part.count].to(device),
             lengths=torch.tensor(lengths, device=device).repeat_interleave(
                 torch.tensor(lengths, device=device)
@@ -287,9 +321,7 @@ class Updater:
         kl = self._run.algorithm.kl
         if reference is None or kl.where != "reward":
             return None
-        if old is None:
-            drawn = [p for group in groups for sample in group.samples for p in sample.log_probs]
-            old = torch.tensor(drawn, dtype=torch.float64)
+        old = _drawn(groups) if old is None else old
         return reward_penalty(old, reference, kl.estimator, coefficient=kl.coefficient)
 
     def _score(self, parts: Sequence[_Part]) -> Tensor:
