@@ -67,7 +67,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (11, 3045),
     "cli": (32, 6748),
-    "config": (16, 6298),
+    "config": (16, 6311),
     "data": (11, 3110),
     "hf_export": (3, 632),
     "machine": (8, 1207),
@@ -77,7 +77,7 @@ ROOMS = {
     "parallel": (27, 8125),
     "profile": (4, 1315),
     "report": (7, 1297),
-    "rl": (21, 7108),
+    "rl": (21, 7109),
     "schedule": (9, 2068),
     "serve": (6, 1794),
     "supervise": (6, 1407),

@@ -139,10 +139,6 @@ def test_ranks_run_role_by_role() -> None:
             replace(APART, roles=replace(APART.roles, reference=ReferencePlan())),
             "roles.reference: neither of where and plan",
         ),
-        (
-            replace(APART, roles=replace(APART.roles, reward=RolePlan(plan=plan_of([[[[0]]]], ["c/0"])))),
-            "roles.reward.plan.model.output: wanted value, got vocabulary",
-        ),
     ],
 )
 def test_violations(plan: RlPlan, message: str, tmp_path: Path) -> None:

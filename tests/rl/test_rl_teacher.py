@@ -15,9 +15,9 @@ from tests.support.project import parse_plan
 from tests.support.rl import RLCase, facts, run_cases_of_rank, run_rl, write_rl
 from tests.support.spawn import free_port, spawn
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.config.errors import CheckpointError, ConfigError
+from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.rl import load_rl, policy_run
-from yuan_train.config.rl_plan import RlPlan, RolePlan
+from yuan_train.config.rl_plan import RlPlan, RolePlan, check_rl_plan_of_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.rl.experience import Group
 from yuan_train.rl.job import prepare_rl
@@ -139,3 +139,12 @@ def test_what_cannot_teach(project: tuple[Path, Path, Path], tmp_path: Path) -> 
     refused(ConfigError, "one model that reads the policy's answers", both)
     refused(ConfigError, "pass@1 counts", own, f"data.evaluation={path.parent / 'prompts.jsonl'}")
     assert not load_rl(path, (own,)).reward.functions
+    roles = roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0")
+    reader = RolePlan(plan=plan_of(path, "2x4: 5@0", "r", scores=teacher))
+    roles = replace(roles, roles=replace(roles.roles, reward=reader))
+    check_rl_plan_of_run(roles, load_rl(path, (own,)))
+    scores = load_rl(path, (f"reward.model={{checkpoint: '{teacher}'}}",))
+    with pytest.raises(PlanError, match="model.output: vocabulary, and the run's .* has value"):
+        check_rl_plan_of_run(roles, scores)
+    with pytest.raises(CheckpointError, match="a language model, which has no score"):
+        prepare_rl(scores, None, Position())

@@ -216,6 +216,11 @@ class RewardConfig:
         return self.model or self.teacher
 
     @property
+    def wanted_output(self) -> str:
+        """What that model computes: `ModelConfig.output`."""
+        return "value" if self.model is not None else "vocabulary"
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the scores of an answer: the functions', then `model` if a reward model scores."""
         return (*(f.label for f in self.functions), *(() if self.model is None else ("model",)))

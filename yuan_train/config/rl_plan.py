@@ -322,12 +322,12 @@ def _untrained(path: tuple[str, ...], plan: Plan) -> Iterator[Violation]:
 
 
 def _model_constraints(plan: RlPlan) -> Iterator[Violation]:
-    """Roles with the policy's weights have its model and length; roles that score compute one number."""
+    """Roles with the policy's weights have its model and length; a critic computes one number."""
     policy = plan.roles.policy.plan
     for name, own in plan.plans.items():
         path = ("roles", name, "plan")
         if name in ("reward", "critic"):
-            if own.model.output != "value":
+            if name == "critic" and own.model.output != "value":
                 yield Violation((*path, "model", "output"), f"wanted value, got {own.model.output}")
             continue
         fields = (key for key in type(own.model).__dataclass_fields__ if key != "name")
@@ -397,7 +397,15 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
         faults.append(f"roles.reference: the plan {has} one, and algorithm.kl.coefficient is {coefficient:g}")
     scoring = plan.roles.reward
     if scoring is not None and run.reward.reader is None:
-        faults.append("XX")
+        faults.append(
+            "roles.reward: the plan has one, and the run has neither reward.model nor reward.teacher; plan "
+            "again"
+        )
+    elif scoring is not None and scoring.plan.model.output != run.reward.wanted_output:
+        faults.append(
+            f"roles.reward.plan.model.output: {scoring.plan.model.output}, and the run's model that reads "
+            f"answers has {run.reward.wanted_output}; plan again"
+        )
     if scoring is not None and scoring.plan.sequence_length < run.sequence_length:
         planned = scoring.plan.sequence_length
         faults.append(

@@ -339,7 +339,6 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
         loss,
         sequence_length=plan.sequence_length,
         reference=reference,
-        decoupled=run.correction(job.mode) == "decoupled",
         critic=critic,
         teacher=reader if teaches else None,
     )

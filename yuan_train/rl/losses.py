@@ -65,6 +65,11 @@ class PolicyLoss:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(2, dtype=torch.float64, device=device)
 
+    @property
+    def needs_old(self) -> bool:
+        """Whether it compares with the policy at a batch's start even in the first update."""
+        return self._correction == "decoupled"
+
     def begin(self, batch: Batch, *, is_first: bool) -> None:
         """The next update is of this batch; with the first one, what is measured begins anew."""
         self.batch, self._is_first = batch, is_first

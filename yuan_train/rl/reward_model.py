@@ -38,15 +38,13 @@ def find_reward_model(run: RLConfig, tokenizer: Tokenizer | None) -> Checkpoint 
     found = find_checkpoint(run.reward.reader.checkpoint)
     model = found.model
     where = f"reward.{'teacher' if teaches else 'model'}.checkpoint: {found.path}"
-    if model.output != "value" and not teaches:
-        raise CheckpointError(
-            f"{where} holds a language model, which has no score; wanted one that `yuan-train train` made "
-            "with objective.kind: reward, or reward.teacher for it"
-        )
-    if model.output == "value" and teaches:
+    if model.output != run.reward.wanted_output:
         raise CheckpointError(
             f"{where} holds a reward model, which knows no probability of a token; wanted a language model, "
             "or reward.model for it"
+            if teaches
+            else f"{where} holds a language model, which has no score; wanted one that `yuan-train train` "
+            "made with objective.kind: reward, or reward.teacher for it"
         )
     if model.vocab_size != run.model.vocab_size:
         raise CheckpointError(

@@ -153,7 +153,6 @@ class Updater:
         *,
         sequence_length: int,
         reference: Reference | RemoteReference | None,
-        decoupled: bool,
         critic: Critic | None = None,
         teacher: RewardModel | RemoteRewardModel | None = None,
     ) -> None:
@@ -162,7 +161,7 @@ class Updater:
         self._loss = loss
         self._length = sequence_length
         self._reference = reference
-        self._needs_old = run.algorithm.updates > 1 or run.algorithm.epochs > 1 or decoupled
+        self._needs_old = run.algorithm.updates > 1 or run.algorithm.epochs > 1 or loss.needs_old
         self._critic = critic
         self._teacher = teacher
         self._lanes = Lanes(trainer, feed)
