@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from yuan_train.report.run_log import RunReader
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,20 +16,35 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "show",
         help="what a run has reached; the forecast beside what was measured",
         description="Summarises the log directory of a run of any kind, also while it goes on: loss or "
-        "reward, speed, and of every rank its layers, seconds and memory as forecast and as measured.",
+        "reward, speed, and of every card its layers, seconds and memory as forecast and as measured.",
     )
-    parser.add_argument("directory", metavar="RUN", help="log directory of the run (log.directory)")
+    add_run_options(parser)
     parser.add_argument("--out", metavar="F.html", help="also write a page with curves, stages and the plan")
     parser.set_defaults(run=run)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add what `reader_of` reads."""
+    parser.add_argument("directory", metavar="RUN", help="log directory of the run (log.directory)")
+    parser.add_argument(
+        "--cluster", metavar="F", help="for cards that are not used, and rent (default: RUN/cluster.yaml)"
+    )
+
+
+def reader_of(arguments: argparse.Namespace) -> RunReader:
+    """What reads the run. Raises ConfigError if the cluster file cannot be read."""
+    from yuan_train.config.cluster import load_cluster
+    from yuan_train.report.run_log import RunReader
+
+    return RunReader(arguments.directory, load_cluster(arguments.cluster) if arguments.cluster else None)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print, and write the page. Raises ConfigError if the directory has no finished step."""
     from yuan_train.config.load import write_text
-    from yuan_train.report.run_log import read_run
     from yuan_train.report.run_page import run_html, run_lines
 
-    found = read_run(arguments.directory)
+    found = reader_of(arguments).read()
     if arguments.out:
         write_text(arguments.out, run_html(found))
     print("\n".join(run_lines(found)))

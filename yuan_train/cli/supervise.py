@@ -9,10 +9,12 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import dump, write_text
 from yuan_train.config.profile import read_profiles
 from yuan_train.config.rl import is_rl_run
 from yuan_train.machine.hosts import ssh_words
@@ -101,6 +103,7 @@ def _be_agent(
     from yuan_train.cli.plan import problem_of
     from yuan_train.planner.search.pace import Pace, plan_at_pace, step_at_pace
     from yuan_train.planner.search.what_if import with_nodes
+    from yuan_train.report.run_log import CLUSTER
     from yuan_train.supervise.agent import Supervised, run_agent
     from yuan_train.supervise.room import open_store_if_here
 
@@ -123,6 +126,9 @@ def _be_agent(
         find_plan=find_plan,
         price_plan=price_plan,
     )
+    with suppress(ConfigError):
+        # For `show` and `watch`, without which the run goes on.
+        write_text(job.folder / CLUSTER, dump(cluster))
     held = open_store_if_here(*address)
     try:
         return run_agent(job, arguments.this_node, address)

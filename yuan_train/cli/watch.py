@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from yuan_train.cli.show import add_run_options
+
+if TYPE_CHECKING:
+    from yuan_train.report.run_log import RunReader
 
 REFRESH_SECONDS = 10
 """After which a browser asks for the page again."""
@@ -20,32 +27,35 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "watch",
         help="the page of a run in a browser, also while it goes on",
-        description="Serves the page of a run on this machine: curves, each rank beside its forecast, what "
+        description="Serves the page of a run on this machine: curves, each card beside its forecast, what "
         "was decided of a supervised run. It reads the log directory alone, during the run and after it. "
         "From elsewhere: ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C ends it.",
     )
-    parser.add_argument("directory", metavar="RUN", help="log directory of the run (log.directory)")
+    add_run_options(parser)
     parser.add_argument("--port", type=int, default=PORT, metavar="P", help=f"0: any free one ({PORT})")
     parser.add_argument("--once", metavar="F.html", help="write the page to a file instead, and end")
+    parser.add_argument("--terminal", action="store_true", help="show it in this terminal instead")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, or write the page once. Raises ConfigError for a directory that is none,
     a port that is taken, and with --once for a run without a finished step."""
+    from yuan_train.cli.show import reader_of
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.load import write_text
-    from yuan_train.report.run_log import read_run
     from yuan_train.report.run_page import run_html
 
-    folder = Path(arguments.directory)
+    folder, reader = Path(arguments.directory), reader_of(arguments)
     if arguments.once:
-        write_text(arguments.once, run_html(read_run(folder)))
+        write_text(arguments.once, run_html(reader.read()))
         print(f"written: {arguments.once}", file=sys.stderr)
         return 0
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such directory; wanted the log directory of a run (log.directory)")
-    page = _Page(folder)
+    if arguments.terminal:
+        return _show_again(reader)
+    page = _Page(folder, reader)
     try:
         server = ThreadingHTTPServer(("127.0.0.1", arguments.port), _handler(page))
     except (OSError, OverflowError) as error:
@@ -61,11 +71,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _show_again(reader: RunReader) -> int:
+    """Print what `show` prints, over itself every REFRESH_SECONDS, until SIGINT or SIGTERM."""
+    from yuan_train.config.errors import ConfigError
+    from yuan_train.report.run_page import run_lines
+
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    while True:
+        try:
+            lines = run_lines(reader.read())
+        except ConfigError as error:
+            lines = [str(error)]
+        if sys.stdout.isatty():
+            size = shutil.get_terminal_size()
+            print("\x1b[H\x1b[2J" + "\n".join(line[: size.columns] for line in lines[: size.lines - 1]), flush=True)
+        else:
+            print("\n".join(lines), end="\n\n", flush=True)
+        if ended.wait(REFRESH_SECONDS):
+            return 0
+
+
 class _Page:
     """The page of a run, drawn anew when one of its files has changed."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, reader: RunReader) -> None:
+        self._folder, self._reader = folder, reader
         self._lock = threading.Lock()
         self._drawn: tuple[object, bytes] | None = None
 
@@ -88,11 +120,10 @@ class _Page:
     def _draw(self) -> str:
         from yuan_train.config.errors import ConfigError
         from yuan_train.report.html import whole_page
-        from yuan_train.report.run_log import read_run
         from yuan_train.report.run_page import run_html
 
         try:
-            return run_html(read_run(self._folder), refresh=REFRESH_SECONDS)
+            return run_html(self._reader.read(), refresh=REFRESH_SECONDS)
         except ConfigError as error:
             words = "<p>Nothing to see yet. This page looks again by itself.</p>"
             return whole_page(f"{self._folder.name}: {error}", [("", words)], refresh=REFRESH_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -193,6 +193,11 @@ class Cluster:
     def node_price(self, group: NodeGroup) -> float | None:
         """Rent of a whole node for an hour; None if a card of it has no price."""
         prices = [self.price(group, name) for name in group.types]
+        return None if None in prices else sum(price or 0.0 for price in prices)
+
+    def nodes_price(self, nodes: Iterable[str]) -> float | None:
+        """Rent of some whole nodes for an hour; None if one has no price, or the cluster has it not."""
+        prices = [self.node_price(self.groups[node]) if node in self.groups else None for node in nodes]
         return None if None in prices else sum(price or 0.0 for price in prices)
 
     def host_key(self, node: str) -> str:

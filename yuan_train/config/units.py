@@ -90,6 +90,15 @@ def show_seconds(value: float) -> str:
     return "0 s"
 
 
+def show_duration(seconds: float) -> str:
+    """`3.3 hours`, `12 days`; below a minute as times of steps are shown."""
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            number = seconds / length
+            return f"{number:,.0f} {unit}" if number >= 20 else f"{number:.1f} {unit}"
+    return show_seconds(seconds)
+
+
 @dataclass(frozen=True)
 class Unit:
     """Marks a field as a quantity: `Annotated[int, Gt(0), Unit("bytes")]`."""

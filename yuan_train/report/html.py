@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,12 +101,20 @@ MOST_POINTS = 2000
 """Of a curve: more than there are pixels."""
 WINDOW = 10
 """Steps of the moving mean."""
+LAST_POINTS = 20
+"""Of a curve that are kept beside it: what the end of a run is told by."""
 
 
 def chart(
-    label: str, curves: Mapping[str, Points], *, dots: Points = (), rings: Mapping[str, Points] | None = None
+    label: str,
+    curves: Mapping[str, Points],
+    *,
+    dots: Points = (),
+    rings: Mapping[str, Points] | None = None,
+    marks: Mapping[float, str] | None = None,
 ) -> str:
-    """A picture of curves over steps. `dots` are single measurements behind them, `rings` rare ones."""
+    """A picture of curves over steps. `dots` are single measurements behind them, `rings` rare ones; `marks`
+    stand at steps at which something has changed."""
     rings = {name: points for name, points in (rings or {}).items() if points}
     curves, dots = {name: thinned(points) for name, points in curves.items()}, thinned(dots)
     every = [*dots, *(p for points in (*curves.values(), *rings.values()) for p in points)]
@@ -130,6 +139,7 @@ def chart(
         x, _ = place(tick, ticks_y[0])
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 18}" text-anchor="middle">{number(tick)}</text>')
     parts.append(f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">step</text>')
+    parts += [_mark(place(step, 0.0)[0], words) for step, words in (marks or {}).items() if low <= step <= high]
     for point in dots:
         x, y = place(*point)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.5" fill="var(--c0)" opacity=".35"/>')
@@ -145,6 +155,14 @@ def chart(
     legend = "".join(key(f"var(--c{_colour(i)})", name) for i, name in enumerate(curves))
     legend += "".join(f'<span class="key">o {escape(name)}</span>' for name in rings)
     return f"<p>{legend}</p>{svg(WIDTH, HEIGHT, label, parts)}"
+
+
+def _mark(x: float, words: str) -> str:
+    """A line from the top to the bottom of a chart, with a word at its head."""
+    return (
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="var(--ink)" '
+        f'stroke-dasharray="2 4"/><text x="{x + 3:.1f}" y="{TOP + 8}">{escape(words)}</text>'
+    )
 
 
 def bars(rows: Sequence[tuple[str, float | None, float | None]], show: str, *, scale: float = 1.0) -> str:
@@ -179,8 +197,68 @@ def thinned(points: Points) -> Points:
     count = -(-2 * len(points) // MOST_POINTS)
     if len(points) <= MOST_POINTS:
         return points
-    few = (points[i : i + count] for i in range(0, len(points), count))
-    return [p for own in few for p in sorted({min(own, key=_height), max(own, key=_height)})]
+    return [p for i in range(0, len(points), count) for p in _extremes(points[i : i + count])]
+
+
+class Curve:
+    """A figure over steps that is added to: of many points as few as `thinned` leaves, and of their moving mean.
+
+    A run that goes on for ever takes the same memory, and the same time to draw.
+    """
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last: Points = ()
+        """The newest LAST_POINTS."""
+        self._points, self._means = _Few(), _Few()
+
+    def add(self, points: Points) -> None:
+        """Append points, which come in order."""
+        if not points:
+            return
+        if self.first is None:
+            self.first = points[0][1]
+        before = self.last[1 - WINDOW :]
+        self._means.add(smooth([*before, *points])[len(before) :])
+        self._points.add(points)
+        self.last = [*self.last, *points[-LAST_POINTS:]][-LAST_POINTS:]
+
+    @property
+    def points(self) -> Points:
+        """All of them while they are few; the highest and the lowest of each few otherwise."""
+        return self._points.points
+
+    @property
+    def means(self) -> Points:
+        """The same of the means of WINDOW points."""
+        return self._means.points
+
+
+class _Few:
+    """Points in groups of one size, of each of which the lowest and the highest are kept."""
+
+    def __init__(self) -> None:
+        self._size = 1
+        self._groups: list[Points] = []
+        self._rest: Points = ()
+
+    def add(self, points: Points) -> None:
+        rest, size = [*self._rest, *points], self._size
+        whole = len(rest) // size * size
+        self._groups += [_extremes(rest[i : i + size]) for i in range(0, whole, size)]
+        self._rest = rest[whole:]
+        while len(self._groups) * min(self._size, 2) > MOST_POINTS:
+            pairs = itertools.zip_longest(self._groups[::2], self._groups[1::2], fillvalue=())
+            self._groups, self._size = [_extremes([*one, *other]) for one, other in pairs], 2 * self._size
+
+    @property
+    def points(self) -> Points:
+        return [point for group in (*self._groups, _extremes(self._rest)) for point in group]
+
+
+def _extremes(points: Points) -> Points:
+    """The lowest and the highest, in order."""
+    return sorted({min(points, key=_height), max(points, key=_height)}) if points else ()
 
 
 def _height(point: tuple[float, float]) -> float:

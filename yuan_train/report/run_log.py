@@ -2,108 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import math
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal
+from typing import Any, TypeVar
 
+from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.document import is_mapping, parse_document
 from yuan_train.config.errors import ConfigError, YuanError, why_unread
 from yuan_train.config.plan import Plan, StageForecast
 from yuan_train.config.plan_constraints import load_plan, plans_in
+from yuan_train.config.units import show_duration
+from yuan_train.report.html import Curve
+from yuan_train.report.journal import FILE, Entry, read_entries
+from yuan_train.report.steps import GrowingFile, Line, Steps, parse_line
 
-FILE = "supervise.jsonl"
-Event = Literal["started", "moved", "stays", "fault", "waits", "stopped", "finished", "gave_up"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One thing that was decided. Forecasts are seconds of a step; None where there is no such plan."""
-
-    time: float
-    """Seconds since 1970, by the clock of the machine that decided."""
-    event: Event
-    reason: str
-    plan: str | None = None
-    """The plan's file, that the run goes on with."""
-    forecast_before: float | None = None
-    forecast_after: float | None = None
-    nodes: Sequence[str] = ()
-    """Those that take part from now on."""
-    step: int = 0
-    """The newest saved one."""
-
-
-_KINDS = {
-    "time": (int, float),
-    "event": str,
-    "reason": str,
-    "plan": (str, NoneType),
-    "forecast_before": (int, float, NoneType),
-    "forecast_after": (int, float, NoneType),
-    "nodes": list,
-    "step": int,
-}
-
-
-class Journal:
-    """Appends entries to the journal of a log directory, each as a whole line."""
-
-    def __init__(self, directory: str | Path) -> None:
-        """Raises ConfigError if the directory cannot be written."""
-        self._path = Path(directory) / FILE
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.open("a").close()
-        except OSError as error:
-            raise ConfigError(f"log.directory: {directory} cannot be written: {error}") from None
-
-    def write(self, event: Event, reason: str, **more: Any) -> Entry:
-        """Append an entry, and return it. A full disk costs the line and not the run."""
-        entry = Entry(time=round(time.time(), 3), event=event, reason=reason, **more)
-        line = json.dumps(asdict(entry) | {"nodes": list(entry.nodes)})
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                # After a line that a crash has cut short, this one begins anew.
-                file.write(line + "\n" if self._ends_well() else "\n" + line + "\n")
-        except OSError:
-            pass
-        return entry
-
-    def _ends_well(self) -> bool:
-        with self._path.open("rb") as file:
-            if file.seek(0, 2) == 0:
-                return True
-            file.seek(-1, 2)
-            return file.read(1) == b"\n"
-
-
-def read_journal(directory: str | Path) -> list[Entry]:
-    """The entries of a journal; lines that are damaged are left out, and a missing file has none."""
-    entries: list[Entry] = []
-    try:
-        lines = (Path(directory) / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        with suppress(ValueError, TypeError):
-            entry = Entry(**json.loads(line))
-            if all(isinstance(getattr(entry, name), kinds) for name, kinds in _KINDS.items()):
-                entries.append(entry)
-    return entries
-
-
-METRICS, CONFIG, SAMPLES = "metrics.jsonl", "config.yaml", "samples.jsonl"
+METRICS, CONFIG, SAMPLES, CLUSTER = "metrics.jsonl", "config.yaml", "samples.jsonl", "cluster.yaml"
 WARM_UP_STEPS = 3
 """Medians leave these out, because the first steps also fill caches and buffers."""
-
-Line = dict[str, Any]
+SILENT_SECONDS, SILENT_STEPS = 60.0, 20.0
+"""Without a new step for so long, and for so many steps' time, a run is told to be silent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +39,9 @@ class RankShare:
     layers: str
     forecast_seconds: float | None
     seconds: float | None
+    forecast_waits: float | None
+    """The part of a step in which it does not compute: it waits, or exchanges or steps what it holds."""
+    waits: float | None
     forecast_bytes: float | None
     peak_bytes: float | None
 
@@ -125,7 +51,7 @@ class RunLog:
     """What a log directory holds."""
 
     directory: Path
-    steps: Sequence[Line]
+    steps: Steps
     """Lines of metrics.jsonl of training steps, in order."""
     samples: Sequence[Line]
     """Of reinforcement learning: answers."""
@@ -134,104 +60,172 @@ class RunLog:
     config_text: str
     """The same as it is written."""
     plan: Plan | None
-    """The newest."""
+    """The one that the run goes on with."""
+    plan_text: str
+    """The same as it is written."""
+    plans: Sequence[Path]
+    """All, as the log directory keeps them."""
+    cluster: Cluster | None
+    """Of which the plan uses cards; None: not known."""
     journal: Sequence[Entry] = ()
     """Of a supervised run: what was decided, and why."""
+    left_out: Sequence[str] = ()
+    """What of these files is damaged, and not shown."""
+    written_at: float = 0.0
+    """When the newest step was written, in seconds since 1970; and when it was read."""
+    read_at: float = 0.0
 
     @property
     def kind(self) -> str:
         """What is trained, in words."""
-        objective = self.config.get("objective", {}).get("kind", "language_model")
-        if "reward" in self.steps[-1]:
-            return f"reinforcement learning ({self.config.get('algorithm', {}).get('name', 'grpo')})"
-        if objective != "language_model":
-            return {"dpo": "direct preference optimisation", "reward": "a reward model"}[objective]
-        data = self.config.get("data", {})
+        objective = self._section("objective").get("kind", "language_model")
+        if "reward" in self.steps.last:
+            return f"reinforcement learning ({self._section('algorithm').get('name', 'grpo')})"
+        if objective in ("dpo", "reward"):
+            return "direct preference optimisation" if objective == "dpo" else "a reward model"
+        data = self._section("data")
         answers = data.get("loss_on_answers") or data.get("loss_after_separator")
         return "supervised fine-tuning" if answers else "language modelling"
 
     @property
     def model(self) -> str:
         """The model's name, or nothing."""
-        return str(self.config.get("model", {}).get("name", ""))
+        return str(self._section("model").get("name", ""))
 
     @property
     def num_steps(self) -> int:
         """Steps of the whole run; those done, where the run file is not there."""
-        return int(self.config.get("train", {}).get("steps", self.steps[-1]["step"]))
+        steps = self._section("train").get("steps")
+        return steps if type(steps) is int else self.steps.last["step"]
+
+    def _section(self, name: str) -> Line:
+        found = self.config.get(name)
+        return found if is_mapping(found) else {}
+
+    @cached_property
+    def measured(self) -> Sequence[Line]:
+        """The newest steps that ran under one plan, that of the last one, after its warm-up if there are
+        such."""
+        newest, forecast = self.steps.newest, self.forecast_seconds
+        own = list(
+            itertools.takewhile(
+                lambda line: line.get("forecast_step_seconds") == forecast, reversed(newest)
+            )
+        )[::-1]
+        return own[WARM_UP_STEPS:] or own
 
     @cached_property
     def step_seconds(self) -> float:
-        """The median of a step."""
-        return statistics.median(line["step_seconds"] for line in self.warm)
-
-    @property
-    def warm(self) -> Sequence[Line]:
-        """The steps after the warm-up, or all if there are no others."""
-        return self.steps[WARM_UP_STEPS:] or self.steps
+        """The median of a step under that plan."""
+        return statistics.median(line["step_seconds"] for line in self.measured)
 
     @property
     def forecast_seconds(self) -> float | None:
         """Of a step, by the plan that the last logged step ran with."""
-        return self.steps[-1].get("forecast_step_seconds")
+        return self.steps.last.get("forecast_step_seconds")
 
-    def curve(self, *keys: str) -> list[tuple[int, float]]:
-        """Step and value of a figure where it is there; `("evaluation", "pass_1")`: one inside another."""
-        found: list[tuple[int, float]] = []
-        for line in self.steps:
-            value: Any = line
-            for key in keys:
-                value = value.get(key) if is_mapping(value) else None
-            if isinstance(value, int | float):
-                found.append((line["step"], float(value)))
-        return found
+    def curve(self, *keys: str) -> Curve:
+        """A figure over the steps where it is there; `("evaluation", "pass_1")`: one inside another."""
+        return self.steps.curve(*keys)
 
     @cached_property
     def ranks(self) -> tuple[RankShare, ...]:
         """Each rank of the plan, or those that were measured."""
-        measured = [line for line in self.warm if line.get("stage_seconds")]
-        measured = [
-            line for line in measured if len(line["stage_seconds"]) == len(measured[-1]["stage_seconds"])
-        ]
-        seconds = [
-            statistics.median(own) for own in zip(*(m["stage_seconds"] for m in measured), strict=True)
-        ]
-        peaks = [max(own) for own in zip(*(m["peak_memory_bytes"] for m in measured), strict=True)]
-        shares = _forecast_shares(self.plan) if self.plan is not None else {}
-        if self.plan is not None and measured and len(seconds) != self.plan.world_size:
-            # Measured under another plan than the newest.
-            shares = {}
-        names = {entry.rank: entry for entry in self.plan.ranks} if shares and self.plan is not None else {}
+        seconds, peaks = self._of_ranks("stage_seconds"), self._of_ranks("peak_memory_bytes")
+        waits = self._waits()
+        plan = self.plan if self.plan_ran or self.journal else None
+        if not self.plan_ran and plan is not None:
+            # The run has just moved: what was measured is another plan's.
+            seconds, peaks, waits = [], [], []
+        shares = _forecast_shares(plan) if plan is not None else {}
+        names = {entry.rank: entry for entry in plan.ranks} if plan is not None else {}
+        step = plan.forecast.step_seconds if plan is not None and plan.forecast is not None else None
         return tuple(
             RankShare(
                 rank=rank,
                 card=names[rank].device if rank in names else "",
                 type=names[rank].type if rank in names else "",
-                layers=shares[rank].layers if rank in shares else "",
-                forecast_seconds=shares[rank].seconds if rank in shares else None,
-                seconds=seconds[rank] if rank < len(seconds) else None,
-                forecast_bytes=shares[rank].bytes if rank in shares else None,
-                peak_bytes=peaks[rank] if rank < len(peaks) else None,
+                layers=share.layers if share else "",
+                forecast_seconds=share.seconds if share else None,
+                seconds=statistics.median(seconds[rank]) if rank < len(seconds) else None,
+                forecast_waits=_waiting(share.seconds, step) if share else None,
+                waits=statistics.median(waits[rank]) if rank < len(waits) else None,
+                forecast_bytes=share.bytes if share else None,
+                peak_bytes=max(peaks[rank]) if rank < len(peaks) else None,
             )
-            for rank in range(max(len(seconds), len(shares)))
+            for rank in range(max(len(seconds), len(peaks), len(shares)))
+            for share in (shares.get(rank),)
         )
+
+    @property
+    def plan_ran(self) -> bool:
+        """Whether the plan is the one that the last steps ran under."""
+        if self.plan is None:
+            return False
+        columns = self._of_ranks("stage_seconds")
+        is_size = not columns or len(columns) == self.plan.world_size
+        own, forecast = self.plan.forecast, self.forecast_seconds
+        return is_size and (own is None or forecast is None or math.isclose(own.step_seconds, forecast))
+
+    def _of_ranks(self, name: str) -> list[tuple[float, ...]]:
+        """By rank, what the measured steps have of a figure."""
+        columns = [line[name] for line in self.measured if line.get(name)]
+        return list(zip(*(column for column in columns if len(column) == len(columns[-1])), strict=True))
+
+    def _waits(self) -> list[tuple[float, ...]]:
+        """By rank, its part of the measured steps in which it does not compute."""
+        columns = [(line["stage_seconds"], line["step_seconds"]) for line in self.measured if line.get("stage_seconds")]
+        own = (
+            [_waiting(seconds, step) or 0.0 for seconds in column]
+            for column, step in columns
+            if len(column) == len(columns[-1][0])
+        )
+        return list(zip(*own, strict=True))
 
     @cached_property
     def use_of_cards(self) -> float | None:
         """The part of what the cards compute together, each at its own measured rate, while none waits; None
         if that is not known."""
-        if self.plan is None:
+        return self._use({share.rank: share.seconds for share in self.ranks if share.seconds}, self.step_seconds)
+
+    @cached_property
+    def forecast_use_of_cards(self) -> float | None:
+        """The same by the forecast."""
+        own = self.plan.forecast if self.plan is not None else None
+        if own is None:
             return None
-        work = _work_of_ranks(self.plan)
-        seconds = {share.rank: share.seconds for share in self.ranks if share.seconds}
-        if not work.keys() <= seconds.keys() | {rank for rank in work if not work[rank]}:
+        seconds = {share.rank: share.forecast_seconds for share in self.ranks if share.forecast_seconds}
+        return self._use(seconds, own.step_seconds)
+
+    def _use(self, seconds: dict[int, float], step_seconds: float) -> float | None:
+        work = _work_of_ranks(self.plan) if self.plan is not None else {}
+        if not {rank for rank in work if work[rank]} <= seconds.keys():
             return None
         together = sum(flops / seconds[rank] for rank, flops in work.items() if flops)
-        return sum(work.values()) / self.step_seconds / together if together else None
+        return sum(work.values()) / step_seconds / together if together and step_seconds else None
+
+    @property
+    def state(self) -> str:
+        """`goes on`, `finished`, `stopped`, `gave up`, `between two starts`, or for how long there was no step."""
+        last = self.journal[-1].event if self.journal else None
+        if last in ("finished", "stopped", "gave_up"):
+            return last.replace("_", " ")
+        if last in ("fault", "waits"):
+            return "between two starts"
+        if self.steps.last["step"] >= self.num_steps and self.config:
+            return "finished"
+        silence = self.read_at - self.written_at
+        is_silent = silence > max(SILENT_SECONDS, SILENT_STEPS * self.step_seconds)
+        return f"no step for {show_duration(silence)}" if is_silent else "goes on"
+
+
+def _waiting(seconds: float | None, step_seconds: float | None) -> float | None:
+    """The part of a step in which a card does not compute."""
+    return None if seconds is None or not step_seconds else max(0.0, 1.0 - seconds / step_seconds)
 
 
 PACE_STEPS = 16
-"""Steps that the pace of cards is measured over."""
+"""Measured steps that the pace of cards is told by."""
 UNSTEADY = 0.6
 """Between its quarters, as a part of its median: a rank whose times lie as far apart has no pace yet."""
 
@@ -243,7 +237,7 @@ def measured_pace(plan: Plan, steps: Sequence[Line]) -> dict[int, float]:
     Ranks that wait for each other inside a layer (a tensor-parallel group) are as slow as their slowest.
     """
     shares = _forecast_shares(plan)
-    columns = [line["stage_seconds"] for line in steps[-PACE_STEPS:] if line.get("stage_seconds")]
+    columns = [line["stage_seconds"] for line in steps if line.get("stage_seconds")][-PACE_STEPS:]
     if len(columns) < PACE_STEPS or any(len(column) != plan.world_size for column in columns):
         return {}
     times: dict[int, float] = {}
@@ -263,13 +257,12 @@ SLOW_LINK = 3.0
 """How many times as long as at its best a message takes over a link that is told to be slow."""
 
 
-def slow_links(steps: Sequence[Line]) -> dict[str, float]:
+def slow_links(measured: Sequence[Line]) -> dict[str, float]:
     """By link, how many times as long as at its best a message lately takes; those from `SLOW_LINK` on, the
     slowest first. Empty before a link has been measured `LINK_MEASUREMENTS` times while it was fast.
 
-    How long cards compute has no part in it.
+    `measured` has seconds by link, of one step each. How long cards compute has no part in it.
     """
-    measured = [line["link_seconds"] for line in steps if is_mapping(line.get("link_seconds"))]
     found: dict[str, float] = {}
     for name in measured[-1] if measured else ():
         times: list[float] = [line[name] for line in measured if line.get(name)]
@@ -297,29 +290,118 @@ def _work_of_ranks(plan: Plan) -> dict[int, float]:
     return found
 
 
-def read_run(directory: str | Path) -> RunLog:
-    """Read a log directory. Raises ConfigError if it is none, or if no step is finished yet."""
-    folder = Path(directory)
-    path = folder / METRICS
-    if not path.is_file():
-        there = "is a file" if folder.is_file() else "no such directory"
-        what = f"has no {METRICS}" if folder.is_dir() else there
-        raise ConfigError(f"{folder}: {what}; wanted the log directory of a run (log.directory)")
-    steps = [line for line in _read_lines(path) if _is_step(line)]
-    if not steps:
-        raise ConfigError(f"{path}: no finished step yet; train first, or look again later")
-    samples = _read_lines(folder / SAMPLES) if (folder / SAMPLES).is_file() else []
-    text = (folder / CONFIG).read_text(encoding="utf-8") if (folder / CONFIG).is_file() else ""
-    config: Any = parse_document(text, name=str(folder / CONFIG)).value
-    return RunLog(
-        directory=folder,
-        steps=steps,
-        samples=samples,
-        config=config if is_mapping(config) else {},
-        config_text=text,
-        plan=_newest_plan(folder),
-        journal=read_journal(folder),
-    )
+Read = TypeVar("Read")
+
+
+class RunReader:
+    """Reads a log directory again and again: of its files each time only what is new."""
+
+    def __init__(self, directory: str | Path, cluster: Cluster | None = None) -> None:
+        """`cluster`: None is that of CLUSTER in the directory, or in the one around it, where `up` puts it."""
+        self._folder, self._given = Path(directory), cluster
+        self._file, self._steps = GrowingFile(self._folder / METRICS), Steps()
+        self._kept: dict[Path, tuple[tuple[int, int], Any]] = {}
+        self._left_out: list[str] = []
+
+    def read(self) -> RunLog:
+        """The run as it is now. Raises ConfigError if the directory is none of a run, if no step is finished
+        yet, or if the cluster that was given is another one."""
+        self._left_out = []
+        written_at = self._read_steps()
+        config_text, config = self._once(self._folder / CONFIG, _read_config) or ("", {})
+        journal, damaged = read_entries(self._folder)
+        if damaged:
+            self._left_out.append(_lines_left_out(FILE, damaged))
+        plan_text, plan = self._plan(journal) or ("", None)
+        return RunLog(
+            directory=self._folder,
+            steps=self._steps,
+            samples=self._once(self._folder / SAMPLES, _read_samples) or (),
+            config=config,
+            config_text=config_text,
+            plan=plan,
+            plan_text=plan_text,
+            plans=plans_in(self._folder),
+            cluster=self._cluster(plan),
+            journal=journal,
+            left_out=tuple(self._left_out),
+            written_at=written_at,
+            read_at=time.time(),
+        )
+
+    def _read_steps(self) -> float:
+        """Read on; when the file was written last. Raises ConfigError."""
+        folder, path = self._folder, self._folder / METRICS
+        if not path.is_file():
+            there = "is a file" if folder.is_file() else "no such directory"
+            what = f"has no {METRICS}" if folder.is_dir() else there
+            raise ConfigError(f"{folder}: {what}; wanted the log directory of a run (log.directory)")
+        try:
+            lines, is_other = self._file.read()
+            written_at = path.stat().st_mtime
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {why_unread(error)}") from None
+        if is_other:
+            self._steps = Steps()
+        self._steps.add(lines)
+        if not self._steps.newest:
+            left = f" ({_lines_left_out(METRICS, self._steps.left_out)})" if self._steps.left_out else ""
+            raise ConfigError(f"{path}: no finished step yet{left}; train first, or look again later")
+        if self._steps.left_out:
+            self._left_out.append(_lines_left_out(METRICS, self._steps.left_out))
+        return written_at
+
+    def _once(self, path: Path, read: Callable[[Path], Read]) -> Read | None:
+        """What a file holds, read again when it has changed; None, and a note, if it is damaged."""
+        try:
+            stat = path.stat()
+            if (kept := self._kept.get(path)) is None or kept[0] != (stat.st_size, stat.st_mtime_ns):
+                kept = self._kept[path] = (stat.st_size, stat.st_mtime_ns), _tried(path, read)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            kept = (0, 0), ConfigError(f"{path}: {why_unread(error)}")
+        if isinstance(kept[1], YuanError):
+            self._left_out.append(str(kept[1]).splitlines()[0])
+            return None
+        return kept[1]
+
+    def _plan(self, journal: Sequence[Entry]) -> tuple[str, Plan] | None:
+        """That of the journal; without one the newest under which the last step was forecast as it was."""
+        named = [entry.plan for entry in journal if entry.plan]
+        if named and (path := self._folder / "plans" / Path(named[-1]).name).is_file():
+            return self._once(path, _read_plan)
+        newest, forecast = None, self._steps.last.get("forecast_step_seconds")
+        for path in reversed(plans_in(self._folder)):
+            found = self._once(path, _read_plan)
+            newest = newest or found
+            own = found[1].forecast if found is not None else None
+            if found is not None and (own is None or own.step_seconds == forecast):
+                return found
+        return newest
+
+    def _cluster(self, plan: Plan | None) -> Cluster | None:
+        """The one that was given, or that lies with the run and has the plan's cards."""
+        if self._given is not None:
+            if plan is not None and not _has_cards(self._given, plan):
+                raise ConfigError("--cluster: the run's plan has cards that are not in it; give the run's own")
+            return self._given
+        for path in (self._folder / CLUSTER, self._folder.absolute().parent / CLUSTER):
+            found = self._once(path, load_cluster)
+            if found is not None and (plan is None or _has_cards(found, plan)):
+                return found
+        return None
+
+
+def _has_cards(cluster: Cluster, plan: Plan) -> bool:
+    """Whether all cards of a plan are a cluster's."""
+    types = {card.name: card.type for card in cluster.cards}
+    return all(types.get(entry.device) == entry.type for entry in plan.ranks)
+
+
+def read_run(directory: str | Path, cluster: Cluster | None = None) -> RunLog:
+    """Read a log directory once, as `RunReader` does. Raises ConfigError."""
+    return RunReader(directory, cluster).read()
 
 
 def is_log_directory(path: Path) -> bool:
@@ -360,31 +442,31 @@ def _forecast_shares(plan: Plan) -> dict[int, _Share]:
     return found
 
 
-def _newest_plan(folder: Path) -> Plan | None:
-    files = plans_in(folder)
+def _tried(path: Path, read: Callable[[Path], Read]) -> Read | YuanError:
+    """What a file holds, or why it cannot be used."""
     try:
-        return load_plan(files[-1]) if files else None
-    except YuanError:
-        # Of an earlier release, or written by hand since.
-        return None
-
-
-def _is_step(line: Line) -> bool:
-    return all(isinstance(line.get(key), int | float) for key in ("step", "loss", "step_seconds"))
-
-
-def _read_lines(path: Path) -> list[Line]:
-    """The lines of a file that are whole: the last one may be being written. Raises ConfigError."""
-    found: list[Line] = []
-    try:
-        text = path.read_text(encoding="utf-8")
+        return read(path)
+    except YuanError as error:
+        return error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {why_unread(error)}") from None
-    for line in text.splitlines():
-        try:
-            value: Any = json.loads(line)
-        except ValueError:
-            continue
-        if is_mapping(value):
-            found.append(value)
-    return found
+        return ConfigError(f"{path}: cannot be read: {why_unread(error)}")
+
+
+def _read_config(path: Path) -> tuple[str, Line]:
+    text = path.read_text(encoding="utf-8")
+    value: Any = parse_document(text, name=str(path)).value
+    return text, value if is_mapping(value) else {}
+
+
+def _read_plan(path: Path) -> tuple[str, Plan]:
+    plan = load_plan(path)
+    return path.read_text(encoding="utf-8"), plan
+
+
+def _read_samples(path: Path) -> list[Line]:
+    """Answers, of lines that are whole: the last one may be being written."""
+    return [line for text in path.read_bytes().split(b"\n") if (line := parse_line(text)) is not None]
+
+
+def _lines_left_out(name: str, count: int) -> str:
+    return f"{name}: {count:,} line{'s' * (count != 1)} that {'are' if count != 1 else 'is'} damaged or no step"

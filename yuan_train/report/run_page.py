@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
+from typing import Any
 
-from yuan_train.config.load import dump
-from yuan_train.config.run import SuperviseConfig
-from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.report.html import bars, chart, smooth, table, whole_page
-from yuan_train.report.run_log import CONFIG, Line, RankShare, RunLog, measured_pace, slow_links
+from yuan_train.config.units import show_bytes, show_duration, show_seconds
+from yuan_train.report.cards import CardRow, Paid, card_rows, rent, slow_ranks
+from yuan_train.report.html import LAST_POINTS, Curve, Points, bars, chart, table, whole_page
+from yuan_train.report.run_log import CONFIG, RankShare, RunLog, slow_links
+from yuan_train.report.steps import Line
+from yuan_train.report.timeline import DECISION_HEAD, decision_rows, plan_name, timeline
 
 MAX_RANKS = 16
 """Rows of ranks in the terminal; the page has four times as many."""
-LAST_STEPS = 20
-"""Of which the mean is taken for what the run has reached."""
+MAX_DECISIONS = 12
+"""Of the journal in the terminal, the newest; the page has a hundred times as many."""
 GIB = 2.0**30
 MAX_TEXT = 400
 """Characters of an answer on the page."""
 MAX_QUOTED = 100
 """Characters of an answer on a terminal."""
-SLOW, MOST_SLOW = SuperviseConfig().slow, 4
-"""From which pace on a rank is told to be slow, and how many of these are named."""
+MOST_SLOW = 4
+"""Of slow ranks and links, how many are named."""
+TOO_LONG = 1e15
+"""From here on a number is shown by its size."""
 MANY_TIMES = 10.0
 """So far above its forecast a time is told as a multiple: a rehearsal on processors takes thousands."""
 
 
 def run_lines(run: RunLog) -> list[str]:
-    """The summary of a run: what it has reached, its speed, and its ranks beside their forecast."""
+    """The summary of a run: what it has reached, its speed, its cards beside their forecast, and what was
+    decided of it."""
     lines = [f"{name:<12} {words}" for name, words in _summary(run)]
-    lines += [f"{'' if i else 'supervise':<12} {' '.join(row)}" for i, row in enumerate(_decisions(run))]
-    if not run.ranks:
-        return lines
-    rows = [_RANK_HEAD, *(_rank_row(share) for share in run.ranks[:MAX_RANKS])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_RANK_HEAD))]
-    lines.append("")
-    lines += ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if len(run.ranks) > MAX_RANKS:
-        lines.append(f"... and {len(run.ranks) - MAX_RANKS} more ranks; --out F.html shows {4 * MAX_RANKS}")
+    cards = card_rows(run)
+    if cards:
+        lines += ["", *_aligned([CARD_HEAD, *map(_card_row, cards[:MAX_RANKS])])]
+    if len(cards) > MAX_RANKS:
+        lines.append(f"... and {len(cards) - MAX_RANKS} more cards; --out F.html shows {4 * MAX_RANKS}")
+    decisions = decision_rows(run)
+    if decisions:
+        lines += ["", *_aligned([DECISION_HEAD, *decisions[-MAX_DECISIONS:]])]
+    if len(decisions) > MAX_DECISIONS:
+        lines.append(f"... and {len(decisions) - MAX_DECISIONS} before")
     return lines
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def run_html(run: RunLog, *, refresh: int | None = None) -> str:
@@ -52,81 +63,44 @@ def run_html(run: RunLog, *, refresh: int | None = None) -> str:
         *_curves(run),
         ("Speed", _speed(run)),
     ]
+    if cards := card_rows(run):
+        sections.append(("Cards", table(CARD_HEAD, map(_card_row, cards[: 4 * MAX_RANKS]))))
     if shares:
         names = [" ".join(filter(None, (f"rank {share.rank}", share.type))) for share in shares]
         seconds = [(n, s.forecast_seconds, s.seconds) for n, s in zip(names, shares, strict=True)]
         memory = [(n, s.forecast_bytes, s.peak_bytes) for n, s in zip(names, shares, strict=True)]
         sections += [
-            ("Stages", table(_RANK_HEAD, map(_rank_row, shares))),
             ("Seconds of computing in a step", bars(seconds, "s")),
             ("Memory at its peak", bars(memory, "GiB", scale=GIB)),
         ]
     if run.journal:
-        sections.append(("Plans and their reasons", table(_DECISION_HEAD, _decisions(run))))
+        rows = decision_rows(run)[-100 * MAX_DECISIONS :]
+        sections.append(("Plans and their reasons", timeline(run) + table(DECISION_HEAD, rows)))
     if run.samples:
         sections.append(("Answers", _answers(run.samples)))
     if run.plan is not None:
-        sections.append(("plan.yaml", f"<pre>{escape(dump(run.plan))}</pre>"))
+        sections.append(("plan.yaml", f"<pre>{escape(run.plan_text)}</pre>"))
     if run.config_text:
         sections.append((CONFIG, f"<pre>{escape(run.config_text)}</pre>"))
     return whole_page(title, sections, refresh=refresh)
 
 
-_DECISION_HEAD = ("time", "step", "what", "why", "forecast")
-
-
-def _decisions(run: RunLog) -> list[tuple[str, ...]]:
-    """What was decided about a supervised run, a row each."""
-    return [
-        (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time)),
-            f"step {entry.step}",
-            entry.event,
-            entry.reason,
-            "" if entry.forecast_after is None else f"{show_seconds(entry.forecast_after)} a step",
-        )
-        for entry in run.journal
-    ]
-
-
 def _summary(run: RunLog) -> list[tuple[str, str]]:
-    first, last = run.steps[0], run.steps[-1]
+    last = run.steps.last
+    state = "" if run.state == "goes on" else f"; {run.state}"
     found = [
         ("run", f"{run.kind}{f' of {run.model}' if run.model else ''}, {run.directory}"),
-        ("steps", f"{last['step']:,} of {run.num_steps:,}{_gaps(run)}"),
+        ("steps", f"{last['step']:,} of {run.num_steps:,}{_gaps(run)}{state}"),
+        *_reached(run),
+        *_speeds(run),
     ]
-    if "reward" in last:
-        found.append(("reward", _change(run, "reward")))
-        if points := run.curve("evaluation", "pass_1"):
-            found.append(("pass@1", " -> ".join(f"{y:.2f}" for _, y in _some(points))))
-    else:
-        found.append(("loss", _change(run, "loss")))
-    for name, words in (("validation_loss", "validation"), ("accuracy", "accuracy"), ("margin", "margin")):
-        if points := run.curve(name):
-            found.append((words, f"{points[0][1]:.3f} -> {points[-1][1]:.3f}"))
-    measured, forecast = run.step_seconds, run.forecast_seconds
-    words = f"{show_seconds(measured)} (median)"
-    if forecast:
-        error = forecast / measured - 1.0
-        side = "as forecast" if abs(error) < 0.005 else f"the forecast is {abs(error):.0%} too "
-        words += f"; {show_seconds(forecast)} forecast: "
-        words += side if abs(error) < 0.005 else side + ("long" if error > 0 else "short")
-    found.append(("step time", words))
-    speeds = [line["tokens_per_second"] for line in run.warm if line.get("tokens_per_second")]
-    if speeds:
-        mfu = [line["mfu"] for line in run.warm if line.get("mfu") is not None]
-        used = f", MFU {statistics.median(mfu):.1%}" if mfu else ""
-        found.append(("speed", f"{statistics.median(speeds):,.0f} tokens/s{used}"))
-    if run.use_of_cards is not None:
-        found.append(("cards used", f"{run.use_of_cards:.0%} of what they do together while none waits"))
-    if slow := _slow_ranks(run):
-        found.append(("slow", slow))
-    if links := slow_links(run.steps):
-        words = [f"{name} {times:.1f} times" for name, times in list(links.items())[:MOST_SLOW]]
+    if slow := slow_ranks(run):
+        names = {entry.rank: entry.device for entry in run.plan.ranks} if run.plan is not None else {}
+        words = [f"rank {rank} ({names[rank]}) {times:.1f} times" for rank, times in _some_of(slow)]
+        found.append(("slow", f"{', '.join(words)} as long as forecast, beside the others"))
+    if links := slow_links(run.steps.links):
+        words = [f"{name} {times:.1f} times" for name, times in _some_of(links)]
         found.append(("slow links", f"{', '.join(words)} as long for a message as at its best"))
-    if "generation_seconds" in last:
-        share = statistics.median(line["generation_seconds"] / line["step_seconds"] for line in run.warm)
-        found.append(("generation", f"{share:.0%} of a step"))
     if last.get("tokens"):
         found.append(("tokens", f"{last['tokens']:,} trained"))
     if last.get("skipped_steps"):
@@ -136,101 +110,203 @@ def _summary(run: RunLog) -> list[tuple[str, str]]:
         for name, line in zip(("first answer", "last answer"), answers[0], strict=True):
             reward = _cell(line.get("reward"))
             found.append((name, f"{_quoted(line.get('text'))}, reward {reward}, step {line.get('step')}"))
-    if last["step"] > first["step"] and last["step"] < run.num_steps:
-        left = show_seconds((run.num_steps - last["step"]) * measured)
+    if run.steps.first["step"] < last["step"] < run.num_steps:
+        left = show_duration((run.num_steps - last["step"]) * run.step_seconds)
         found.append(("left", f"{left} at this speed"))
+    found += [("left out", words) for words in run.left_out]
     return found
 
 
-def _slow_ranks(run: RunLog) -> str:
-    """The ranks that lately computed longer than the others, beside the forecast."""
-    pace = measured_pace(run.plan, run.steps) if run.plan is not None else {}
-    slow = sorted((rank for rank in pace if pace[rank] >= SLOW), key=lambda rank: -pace[rank])
-    names = {entry.rank: entry.device for entry in run.plan.ranks} if run.plan is not None else {}
-    words = [f"rank {rank} ({names[rank]}) {pace[rank]:.1f} times" for rank in slow[:MOST_SLOW]]
-    return f"{', '.join(words)} as long as forecast, beside the others" if words else ""
+def _some_of(times: Mapping[Any, float]) -> list[tuple[Any, float]]:
+    return list(times.items())[:MOST_SLOW]
+
+
+def _reached(run: RunLog) -> Iterator[tuple[str, str]]:
+    """What is learned."""
+    if "reward" in run.steps.last:
+        yield "reward", _change(run.curve("reward"))
+        if points := run.curve("evaluation", "pass_1").points:
+            yield "pass@1", " -> ".join(f"{y:.2f}" for _, y in _some(points))
+    else:
+        yield "loss", _change(run.curve("loss"))
+    for name, words in (("validation_loss", "validation"), ("accuracy", "accuracy"), ("margin", "margin")):
+        curve = run.curve(name)
+        if curve.first is not None:
+            yield words, f"{_figure(curve.first)} -> {_figure(curve.last[-1][1])}"
+
+
+def _speeds(run: RunLog) -> Iterator[tuple[str, str]]:
+    """How long a step takes, how much of the cards is used, and what it costs; under the newest plan."""
+    measured, forecast = run.step_seconds, run.forecast_seconds
+    words = f"{show_seconds(measured)} (median)"
+    if forecast and forecast > 0:
+        error = forecast / measured - 1.0
+        side = "as forecast" if abs(error) < 0.005 else f"the forecast is {_percent(abs(error))} too "
+        words += f"; {show_seconds(forecast)} forecast: "
+        words += side if abs(error) < 0.005 else side + ("long" if error > 0 else "short")
+    yield "step time", words
+    speed = _median(run, "tokens_per_second")
+    if speed is not None:
+        mfu = _median(run, "mfu")
+        yield "speed", f"{_figure(speed, 0)} tokens/s{'' if mfu is None else f', MFU {mfu:.1%}'}"
+    if run.use_of_cards is not None:
+        by_plan = run.forecast_use_of_cards
+        words = "" if by_plan is None else f" ({by_plan:.0%} by the forecast)"
+        yield "cards used", f"{run.use_of_cards:.0%} of what they do together while none waits{words}"
+    if waits := _who_waits(run):
+        yield "waits", waits
+    if paid := rent(run, speed):
+        yield "rent", _rent_words(paid, is_of_steps=not run.journal)
+    generation = _median(run, "generation_seconds")
+    if generation is not None:
+        yield "generation", f"{_percent(generation / measured)} of a step"
+
+
+def _median(run: RunLog, name: str) -> float | None:
+    values = [line[name] for line in run.measured if line.get(name) is not None]
+    return statistics.median(values) if values else None
+
+
+def _who_waits(run: RunLog) -> str:
+    """`31% of the cards' time, most for rank 2 (b/0), which computes 94% of a step`."""
+    waits = [share.waits for share in run.ranks if share.waits is not None]
+    if len(waits) < 2:
+        return ""
+    busiest = min((share for share in run.ranks if share.waits is not None), key=lambda share: share.waits or 0.0)
+    forecast = [share.forecast_waits for share in run.ranks if share.forecast_waits is not None]
+    by_plan = f" ({statistics.fmean(forecast):.0%} by the forecast)" if forecast else ""
+    name = f"rank {busiest.rank}{f' ({busiest.card})' if busiest.card else ''}"
+    return (
+        f"{statistics.fmean(waits):.0%} of the cards' time{by_plan}; {name} computes longest, "
+        f"{1 - (busiest.waits or 0.0):.0%} of a step"
+    )
+
+
+def _rent_words(paid: Paid, *, is_of_steps: bool) -> str:
+    words = [f"{paid.per_hour:.6g} an hour"]
+    if paid.per_million is not None:
+        forecast = paid.forecast_per_million
+        by_plan = "" if forecast is None else f" ({forecast:.3g} by the forecast)"
+        words.append(f"{paid.per_million:.3g} for a million tokens{by_plan}")
+    if paid.so_far is not None:
+        words.append(f"{paid.so_far:,.2f} so far{', for its steps alone' if is_of_steps else ''}")
+    return "; ".join(words)
+
+
+def _percent(part: float) -> str:
+    """A part as a percentage, as a multiple where it is a large one."""
+    return f"{part:.0%}" if part < MANY_TIMES else f"{_figure(part, 0)} times"
+
+
+def _figure(value: float, digits: int = 3) -> str:
+    """With so many digits behind the point; of a number that would fill a line its size alone."""
+    return f"{value:,.{digits}f}" if abs(value) < TOO_LONG else f"{value:.3g}"
 
 
 def _gaps(run: RunLog) -> str:
-    first = run.steps[0]["step"]
+    first = run.steps.first["step"]
     return f" (logged from {first:,})" if first > 1 else ""
 
 
-def _change(run: RunLog, name: str) -> str:
+def _change(curve: Curve) -> str:
     """`8.31 -> 2.05 (mean of the last 20 steps)`."""
-    values = [y for _, y in run.curve(name)]
-    last = values[-LAST_STEPS:] if len(values) > LAST_STEPS else values[-1:]
+    values = [y for _, y in curve.last]
+    last = values if len(curve.points) > LAST_POINTS else values[-1:]
     of = f" (mean of the last {len(last)} steps)" if len(last) > 1 else ""
-    return f"{values[0]:.3f} -> {statistics.fmean(last):.3f}{of}"
+    return f"{_figure(curve.first or 0.0)} -> {_figure(statistics.fmean(last))}{of}"
 
 
-def _some(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _some(points: Points) -> Points:
     """At most eight points, the first and the last among them."""
     if len(points) <= 8:
-        return list(points)
+        return points
     return [points[round(i * (len(points) - 1) / 7)] for i in range(8)]
 
 
-def _curves(run: RunLog) -> list[tuple[str, str]]:
+def _curves(run: RunLog) -> Iterator[tuple[str, str]]:
     """Pictures of what is learned: the loss, or the reward and what goes with it."""
-    found: list[tuple[str, str]] = []
-    if rewards := run.curve("reward"):
-        names = list(run.steps[-1].get("rewards") or ())
-        curves = {"reward": smooth(rewards)}
+    if "reward" not in run.steps.last:
+        losses = run.curve("loss")
+        rings = {"validation": run.curve("validation_loss").points}
+        curves = {"mean of 10 steps": losses.means}
+        marks = plan_marks(run)
+        yield "Loss", chart("loss by step", curves, dots=losses.points, rings=rings, marks=marks)
+        more = (("Accuracy of pairs", ("accuracy",)), ("Gradient norm", ("grad_norm",)))
+    else:
+        rewards = run.curve("reward")
+        curves = {"reward": rewards.means}
+        names = list(run.steps.last.get("rewards") or ())
         if len(names) > 1:
-            curves |= {name: smooth(run.curve("rewards", name)) for name in names}
-        rings = {"pass@1 of the evaluation": run.curve("evaluation", "pass_1")}
-        found.append(("Reward", chart("reward by step", curves, dots=rewards, rings=rings)))
-        for name, keys in (
+            curves |= {name: run.curve("rewards", name).means for name in names}
+        rings = {"pass@1 of the evaluation": run.curve("evaluation", "pass_1").points}
+        yield "Reward", chart("reward by step", curves, dots=rewards.points, rings=rings)
+        more = (
             ("Entropy (estimate)", ("entropy_estimate",)),
             ("Tokens of an answer", ("answer_tokens", "mean")),
             ("Divergence from the reference", ("kl",)),
-        ):
-            if points := run.curve(*keys):
-                found.append((name, chart(name, {"mean of 10 steps": smooth(points)}, dots=points)))
-        return found
-    losses = run.curve("loss")
-    rings = {"validation": run.curve("validation_loss")}
-    found.append(
-        ("Loss", chart("loss by step", {"mean of 10 steps": smooth(losses)}, dots=losses, rings=rings))
-    )
-    if points := run.curve("accuracy"):
-        found.append(
-            ("Accuracy of pairs", chart("accuracy", {"mean of 10 steps": smooth(points)}, dots=points))
         )
-    norms = run.curve("grad_norm")
-    if norms:
-        found.append(
-            ("Gradient norm", chart("gradient norm", {"mean of 10 steps": smooth(norms)}, dots=norms))
-        )
-    return found
+    for name, keys in more:
+        curve = run.curve(*keys)
+        if curve.points:
+            yield name, chart(name.lower(), {"mean of 10 steps": curve.means}, dots=curve.points)
 
 
 def _speed(run: RunLog) -> str:
-    points = run.curve("step_seconds")
-    curves = {"measured, mean of 10 steps": smooth(points)}
-    if forecast := run.curve("forecast_step_seconds"):
-        curves["forecast"] = forecast
-    return "<p>Seconds of a step.</p>" + chart("seconds of a step", curves, dots=points)
+    seconds, forecast = run.curve("step_seconds"), run.curve("forecast_step_seconds").points
+    curves = {"measured, mean of 10 steps": seconds.means} | ({"forecast": forecast} if forecast else {})
+    picture = chart("seconds of a step", curves, dots=seconds.points, marks=plan_marks(run))
+    return "<p>Seconds of a step.</p>" + picture
 
 
-_RANK_HEAD = ("rank", "card", "layers", "computes, forecast", "measured", "memory, forecast", "measured")
+def plan_marks(run: RunLog) -> dict[float, str]:
+    """The steps from which on other plans ran, with their names; nothing where there was one plan."""
+    if run.journal:
+        entries = [entry for entry in run.journal if entry.plan]
+        changes = [b for a, b in itertools.pairwise(entries) if b.plan != a.plan]
+        return {entry.step: plan_name(entry) for entry in changes[-MAX_RANKS:]}
+    # `plan.step-120`, of the step from which on it ran.
+    names = [path.stem for path in run.plans[1:]]
+    return {float(name.split("-")[1].partition(".")[0]): name for name in names[-MAX_RANKS:]}
 
 
-def _rank_row(share: RankShare) -> tuple[str, ...]:
-    ratio = ""
-    if share.seconds and share.forecast_seconds:
-        times = share.seconds / share.forecast_seconds
-        ratio = f" ({times:,.0f} times)" if times >= MANY_TIMES else f" ({times - 1.0:+.0%})"
+CARD_HEAD = (
+    *("rank", "card", "layers", "computes, forecast", "measured", "waits, forecast", "measured", "for rank"),
+    *("memory, forecast", "measured", "state"),
+)
+
+
+def _card_row(card: CardRow) -> tuple[str, ...]:
+    share = card.share
+    kind = f"{card.type} {card.name}".strip() or "-"
+    if share is None:
+        limit = "-" if card.limit_bytes is None else f"of {show_bytes(card.limit_bytes)}"
+        return ("-", kind, *("-",) * (len(CARD_HEAD) - 4), limit, card.state)
+    of = "" if card.limit_bytes is None else f" of {show_bytes(card.limit_bytes)}"
     return (
         str(share.rank),
-        f"{share.type} {share.card}".strip() or "-",
+        kind,
         share.layers or "-",
-        "-" if share.forecast_seconds is None else show_seconds(share.forecast_seconds),
-        "-" if share.seconds is None else show_seconds(share.seconds) + ratio,
-        "-" if share.forecast_bytes is None else show_bytes(share.forecast_bytes),
-        "-" if share.peak_bytes is None else show_bytes(share.peak_bytes),
+        _shown(share.forecast_seconds, show_seconds),
+        _shown(share.seconds, show_seconds) + _ratio(share),
+        _shown(share.forecast_waits, "{:.0%}".format),
+        _shown(share.waits, "{:.0%}".format),
+        "-" if card.waits_for is None else str(card.waits_for),
+        _shown(share.forecast_bytes, show_bytes),
+        _shown(share.peak_bytes, show_bytes) + (of if share.peak_bytes is not None else ""),
+        card.state,
     )
+
+
+def _shown(value: float | None, show: Callable[[float], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def _ratio(share: RankShare) -> str:
+    """How far a card's measured seconds are from its forecast."""
+    if not share.seconds or not share.forecast_seconds:
+        return ""
+    times = share.seconds / share.forecast_seconds
+    return f" ({_figure(times, 0)} times)" if times >= MANY_TIMES else f" ({times - 1.0:+.0%})"
 
 
 def _answers(samples: Sequence[Line]) -> str:

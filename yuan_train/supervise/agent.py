@@ -5,7 +5,6 @@ Reads top to bottom: a life of rounds; a round; what the lead does besides.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
@@ -17,10 +16,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from yuan_train.checkpoint.in_memory import remove_copies
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in
@@ -31,7 +29,9 @@ from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import RunConfig, SuperviseConfig
 from yuan_train.config.units import show_seconds
 from yuan_train.parallel.environment import end_with_parent, free_port
-from yuan_train.report.run_log import PACE_STEPS, WARM_UP_STEPS, Event, Journal, measured_pace
+from yuan_train.report.journal import Event, Journal
+from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
+from yuan_train.report.steps import Line, checked, is_step, parse_line
 from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
 
 
@@ -442,7 +442,7 @@ class Lead:
         """Plan anew for cards that compute slower, or again faster, than planned, if that repays the move."""
         run, slow = self._job.run, self._job.run.supervise.slow
         first = self._first_step + WARM_UP_STEPS
-        found = measured_pace(plan, [line for line in _last_lines(run, PACE_STEPS) if line["step"] > first])
+        found = measured_pace(plan, [line for line in _last_lines(run) if line["step"] > first])
         old = self._pace
         cards = {plan.ranks[rank].device: factor for rank, factor in found.items()}
         # A card that the plan leaves out keeps its pace.
@@ -526,6 +526,7 @@ class Lead:
             forecast_before=before,
             forecast_after=after,
             nodes=self._nodes,
+            waiting=self._considered,
             step=last_step(self._job.run),
         )
         words = f" ({plan}, {show_seconds(after or 0.0)} a step)" if plan is not None else ""
@@ -541,32 +542,25 @@ def saved_step(run: RunConfig) -> int:
 
 def last_step(run: RunConfig) -> int:
     """The last step that the log or a checkpoint has."""
-    lines = _last_lines(run, 1)
+    lines = _last_lines(run)
     return max(saved_step(run), lines[-1]["step"] if lines else 0)
 
 
 def _measured(run: RunConfig) -> float | None:
     """Seconds of a step as measured in the last ones; None: not yet."""
-    lines = _last_lines(run, LINES_READ)
+    lines = _last_lines(run)[-LINES_READ:]
     return statistics.median(line["step_seconds"] for line in lines) if lines else None
 
 
-def _last_lines(run: RunConfig, count: int) -> list[dict[str, Any]]:
-    """The last whole lines of metrics.jsonl, at most so many."""
+def _last_lines(run: RunConfig) -> list[Line]:
+    """The last whole lines of metrics.jsonl; what is damaged of them is left out."""
     try:
         with (Path(run.log.directory or "") / "metrics.jsonl").open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+            lines = file.read().split(b"\n")
     except OSError:
         return []
-    found: list[dict[str, Any]] = []
-    for line in text.splitlines():
-        with suppress(ValueError, TypeError, KeyError):
-            values = json.loads(line)
-            line = {"step": int(values["step"]), "step_seconds": float(values["step_seconds"])}
-            found.append(line | {"stage_seconds": values.get("stage_seconds")})
-    return found[-count:]
+    return [checked(line) for text in lines if (line := parse_line(text)) is not None and is_step(line)]
 
 
 def _beside_each_other(pace: Pace) -> dict[str, float]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from yuan_train.config.cluster import Cluster
-from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.config.units import show_bytes, show_duration, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.search_result import SearchResult
@@ -67,7 +66,7 @@ def find_answer(
         num_steps=num_steps,
         mfu=None if None in peaks else flops / step / sum(peak or 0.0 for peak in peaks),
         fullest=min(cost.stages, key=lambda stage: stage.card_bytes - stage.memory.total),
-        price_per_hour=price_of(cluster, {card.node for card in cards}),
+        price_per_hour=cluster.nodes_price({card.node for card in cards}),
         other=other,
     )
 
@@ -104,12 +103,6 @@ def rent_words(price_per_hour: float, seconds: float, what: str) -> str:
     return f"rent: {price_per_hour:.6g} an hour, {price_per_hour * seconds / 3600:,.2f} for {what}"
 
 
-def price_of(cluster: Cluster, nodes: Iterable[str]) -> float | None:
-    """Rent of some whole nodes for an hour; None if one has no price."""
-    prices = [cluster.node_price(cluster.groups[node]) for node in nodes]
-    return None if None in prices else sum(price or 0.0 for price in prices)
-
-
 def answer_values(answer: Answer) -> dict[str, Any]:
     """The same for --json."""
     other = answer.other
@@ -130,15 +123,6 @@ def answer_values(answer: Answer) -> dict[str, Any]:
             "refusal": other.refusal or None,
         },
     }
-
-
-def show_duration(seconds: float) -> str:
-    """`3.3 hours`, `12 days`; below a minute as times of steps are shown."""
-    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if seconds >= 2 * length:
-            number = seconds / length
-            return f"{number:,.0f} {unit}" if number >= 20 else f"{number:.1f} {unit}"
-    return show_seconds(seconds)
 
 
 def _time_words(answer: Answer) -> str:

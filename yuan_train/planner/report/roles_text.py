@@ -10,8 +10,8 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import node_of
 from yuan_train.config.rl_plan import RlPlan
-from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.planner.report.answer import estimated_words, price_of, rent_words, show_duration
+from yuan_train.config.units import show_bytes, show_duration, show_seconds
+from yuan_train.planner.report.answer import estimated_words, rent_words
 from yuan_train.planner.roles.engines import EnginePlan
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
@@ -68,7 +68,7 @@ def roles_answer(
             f"memory: {show_bytes(left)} left on the fullest card ({card.type} {card.device}, {name}: "
             f"{show_bytes(entry.peak_memory_bytes)} of {show_bytes(memory)})"
         )
-    price = price_of(cluster, {node_of(card) for card in plan.ranks})
+    price = cluster.nodes_price({node_of(card) for card in plan.ranks})
     if price is not None:
         lines.append(rent_words(price, num_steps * step, "the run"))
     return [*lines, *([f"next: {next_command}"] if next_command else [])]

@@ -1,0 +1,163 @@
+"""Files of JSON lines that grow while they are read: each line is read once, and checked.
+
+It stands alone because what reads a file to which a run appends, or which a crash has cut, is no matter of
+what is shown of it. A page of 100,000 steps is drawn anew every ten seconds from what is new.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from yuan_train.config.document import is_list, is_mapping
+from yuan_train.report.html import Curve
+
+Line = dict[str, Any]
+
+LARGEST = 1e100
+"""What is larger is no measurement: sums and squares of such numbers stay finite."""
+LATEST = 2**53
+"""No run has so many steps."""
+KEPT = 1000
+"""Newest steps that are kept whole: medians are those of these."""
+BATCH = 4096
+"""Lines that are plain values at a time."""
+COMPARED = 256
+"""Bytes before the place to which a file was read, that tell whether it is still the same."""
+
+
+def is_number(value: object) -> bool:
+    """Whether a plain value is a finite number that something may have measured; no boolean is."""
+    kind = type(value)
+    return (kind is float or kind is int) and -LARGEST < value < LARGEST  # pyright: ignore[reportOperatorIssue]
+
+
+def _is_amount(value: object) -> bool:
+    return is_number(value) and value >= 0  # pyright: ignore[reportOperatorIssue]
+
+
+def _are_amounts(value: object) -> bool:
+    return is_list(value) and all(map(_is_amount, value))
+
+
+def _are_named(value: object) -> bool:
+    """Numbers by name; what was not measured is None."""
+    return is_mapping(value) and all(one is None or is_number(one) for one in value.values())
+
+
+NUMBERS = (
+    *("loss", "validation_loss", "accuracy", "margin", "grad_norm", "reward", "entropy_estimate", "kl"),
+    *("forecast_step_seconds", "tokens_per_second", "mfu", "generation_seconds", "tokens", "skipped_steps"),
+)
+_CURVES = ("loss", "validation_loss", "accuracy", "margin", "grad_norm", "reward", "entropy_estimate", "kl")
+_TIMES = ("step_seconds", "forecast_step_seconds")
+_NESTED = ("rewards", "evaluation", "answer_tokens")
+_SHAPES: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(NUMBERS, is_number),
+    **dict.fromkeys(("stage_seconds", "peak_memory_bytes"), _are_amounts),
+    **dict.fromkeys((*_NESTED, "link_seconds"), _are_named),
+}
+
+
+def parse_line(text: bytes) -> Line | None:
+    """The values of a line; None if it is damaged."""
+    try:
+        value: Any = from_json(text)
+    except ValueError:
+        return None
+    return value if is_mapping(value) else None
+
+
+def is_step(line: Line) -> bool:
+    """Whether a line is that of a finished training step."""
+    step, seconds = line.get("step"), line.get("step_seconds")
+    return type(step) is int and 0 <= step < LATEST and _is_amount(seconds) and seconds != 0
+
+
+def checked(line: Line) -> Line:
+    """The line without values of a wrong type or size."""
+    return {name: value for name, value in line.items() if name not in _SHAPES or _SHAPES[name](value)}
+
+
+class GrowingFile:
+    """Lines of a file since the last look at it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._before = path, 0, b""
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """The new lines, and whether they are those of another file, so that earlier ones count no more.
+
+        A run that is resumed writes the file anew. A last line that is cut short is left for the next time.
+        Raises OSError.
+        """
+        with self._path.open("rb") as file:
+            start = max(0, self._offset - len(self._before))
+            file.seek(start)
+            is_other = file.read(self._offset - start) != self._before
+            if is_other:
+                self._offset, self._before = 0, b""
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        # No JSON object that is cut short is one.
+        end = len(data) if parse_line(data[end:]) is not None else end
+        self._offset += end
+        self._before = (self._before + data[:end])[-COMPARED:]
+        return [line for line in data[:end].split(b"\n") if line.strip()], is_other
+
+
+class Steps:
+    """What the lines of metrics.jsonl say: curves of all steps, and the newest steps in full."""
+
+    def __init__(self) -> None:
+        self.first: Line = {}
+        self.newest: deque[Line] = deque(maxlen=KEPT)
+        self.links: list[Line] = []
+        """Each measurement of the links between nodes."""
+        self.seconds = 0.0
+        """Of all steps together."""
+        self.left_out = 0
+        """Lines that are damaged, or of no finished step."""
+        self._curves: dict[tuple[str, ...], Curve] = {}
+
+    @property
+    def last(self) -> Line:
+        """The newest step."""
+        return self.newest[-1]
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Append lines of the file."""
+        for start in range(0, len(lines), BATCH):
+            own = lines[start : start + BATCH]
+            found = [line for text in own if (line := parse_line(text)) is not None and is_step(line)]
+            steps = [line for line in found if is_number(line.get("loss"))]
+            self.left_out += len(own) - len(steps)
+            if steps:
+                self._add(steps)
+
+    def _add(self, lines: Sequence[Line]) -> None:
+        self.first = self.first or checked(lines[0])
+        self.newest += map(checked, lines[-KEPT:])
+        self.seconds += math.fsum(line["step_seconds"] for line in lines)
+        self.links += [own for line in lines if _are_named(own := line.get("link_seconds")) and own]
+        for name in (*_CURVES, *_TIMES):
+            self._extend((name,), ((line["step"], line.get(name)) for line in lines))
+        for name in _NESTED:
+            inside = [line for line in lines if is_mapping(line.get(name))]
+            for key in dict.fromkeys(key for line in inside for key in line[name]):
+                self._extend((name, key), ((line["step"], line[name].get(key)) for line in inside))
+
+    def _extend(self, keys: tuple[str, ...], points: Iterable[tuple[int, Any]]) -> None:
+        own = [(step, value) for step, value in points if is_number(value)]
+        if own:
+            self._curves.setdefault(keys, Curve()).add(own)
+
+    def curve(self, *keys: str) -> Curve:
+        """A figure over steps, where it was measured; `("evaluation", "pass_1")`: one inside another."""
+        return self._curves.get(keys) or Curve()
