@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +69,27 @@ def log(tmp_path: Path) -> Path:
 def test_a_run_is_summed_up_with_its_ranks_beside_their_forecast(
     log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    old = time.time() - 180
+    os.utime(log / "metrics.jsonl", (old, old))
     assert main(["show", str(log)]) == 0
     lines = capsys.readouterr().out.splitlines()
     for words in (
         "run          language modelling of test, ",
-        "steps        40 of 50",
+        "steps        40 of 50; no step for 3.0 minutes",
         "loss         7.900 -> 4.950 (mean of the last 20 steps)",
         "validation   5.500 -> 5.500",
         "step time    500 ms (median); 400 ms forecast: the forecast is 20% too short",
         "speed        200 tokens/s, MFU 25.0%",
+        "waits        35% of the cards' time (20% by the forecast); rank 0 (card/0) computes longest, 90% of",
         "left         5 s at this speed",
     ):
         assert any(line.startswith(words) for line in lines), words
     # 8 micro-batches of 10 + 40 ms, and of 10 + 20 ms.
     first, second = lines[-2:]
-    assert re.fullmatch(r"0 +card card/0 +0-3 \+emb +400 ms +450 ms \(\+12%\) +1.0 GiB +3.0 GiB", first)
-    assert re.fullmatch(r"1 +card card/1 +4-5 \+head +240 ms +200 ms \(-17%\) +1.0 GiB +1.0 GiB", second)
+    times = (r"400 ms +450 ms \(\+12%\) +0% +10% +-", r"240 ms +200 ms \(-17%\) +40% +60% +0")
+    state = "no step for 3.0 minutes"
+    assert re.fullmatch(rf"0 +card card/0 +0-3 \+emb +{times[0]} +1.0 GiB +3.0 GiB +{state}", first)
+    assert re.fullmatch(rf"1 +card card/1 +4-5 \+head +{times[1]} +1.0 GiB +1.0 GiB +{state}", second)
 
 
 def test_inspect_of_a_log_directory_names_show(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from yuan_train.config.run import SuperviseConfig
-from yuan_train.report.run_log import FILE, Journal, read_journal
+from yuan_train.report.journal import FILE, Journal, read_journal
 from yuan_train.supervise.agent import Start, repeats, weigh_move
 
 SETTINGS = SuperviseConfig(horizon=1000.0, gain=0.05)

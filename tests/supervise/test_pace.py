@@ -15,7 +15,8 @@ from tests.support.project import make_project, parse_plan, run_config, with_for
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import SuperviseConfig
-from yuan_train.report.run_log import measured_pace, read_journal, read_run
+from yuan_train.report.journal import read_journal
+from yuan_train.report.run_log import measured_pace, read_run
 from yuan_train.report.run_page import run_lines
 from yuan_train.supervise.agent import Lead, Supervised
 from yuan_train.supervise.room import Agent, Done

@@ -18,7 +18,7 @@ import yaml
 from tests.support.project import make_project, read_metrics
 from tests.support.ranks import Case, run_alone
 from yuan_train.checkpoint.in_memory import run_folder
-from yuan_train.report.run_log import Entry, read_journal
+from yuan_train.report.journal import Entry, read_journal
 
 SECONDS = 300.0
 NETWORK = {"bandwidth": "2 GB/s", "latency": "100 us"}

@@ -86,7 +86,10 @@ def _show_again(reader: RunReader) -> int:
             lines = [str(error)]
         if sys.stdout.isatty():
             size = shutil.get_terminal_size()
-            print("\x1b[H\x1b[2J" + "\n".join(line[: size.columns] for line in lines[: size.lines - 1]), flush=True)
+            print(
+                "\x1b[H\x1b[2J" + "\n".join(line[: size.columns] for line in lines[: size.lines - 1]),
+                flush=True,
+            )
         else:
             print("\n".join(lines), end="\n\n", flush=True)
         if ended.wait(REFRESH_SECONDS):

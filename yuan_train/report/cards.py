@@ -1,4 +1,4 @@
-"""The cards of a run, each with its state: those of the plan, those that it leaves out, those that are lost.
+"""The cards of a run, each with its state: those of the plan, those that it leaves out, and lost ones.
 
 It stands alone because it puts together what a plan, a cluster, a journal and measurements each say of a card.
 """

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from yuan_train.config.document import is_list
 from yuan_train.config.errors import ConfigError
-from yuan_train.report.steps import LATEST, Line, is_number, parse_line
+from yuan_train.report.steps import Line, is_number, is_step_number, parse_line
 
 FILE = "supervise.jsonl"
 Event = Literal["started", "moved", "stays", "fault", "waits", "stopped", "finished", "gave_up"]
@@ -98,8 +99,7 @@ def _entry(line: Line | None) -> Entry | None:
     is_right = (
         is_number(entry.time)
         and 0 <= entry.time < 2**35
-        and type(entry.step) is int
-        and 0 <= entry.step < LATEST
+        and is_step_number(entry.step)
         and all(isinstance(text, str) for text in (entry.event, entry.reason, entry.plan or "", *names))
         and all(one is None or (is_number(one) and one >= 0) for one in forecasts)
     )
@@ -108,4 +108,4 @@ def _entry(line: Line | None) -> Entry | None:
 
 def _list(value: object) -> Sequence[object]:
     """A list; anything else as something that no list of names holds."""
-    return value if isinstance(value, list) else (None,)
+    return value if is_list(value) else (None,)

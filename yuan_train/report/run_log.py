@@ -20,7 +20,7 @@ from yuan_train.config.plan_constraints import load_plan, plans_in
 from yuan_train.config.units import show_duration
 from yuan_train.report.html import Curve
 from yuan_train.report.journal import FILE, Entry, read_entries
-from yuan_train.report.steps import GrowingFile, Line, Steps, parse_line
+from yuan_train.report.steps import GrowingFile, Line, Steps, is_step_number, parse_line
 
 METRICS, CONFIG, SAMPLES, CLUSTER = "metrics.jsonl", "config.yaml", "samples.jsonl", "cluster.yaml"
 WARM_UP_STEPS = 3
@@ -108,9 +108,7 @@ class RunLog:
         such."""
         newest, forecast = self.steps.newest, self.forecast_seconds
         own = list(
-            itertools.takewhile(
-                lambda line: line.get("forecast_step_seconds") == forecast, reversed(newest)
-            )
+            itertools.takewhile(lambda line: line.get("forecast_step_seconds") == forecast, reversed(newest))
         )[::-1]
         return own[WARM_UP_STEPS:] or own
 
@@ -157,7 +155,7 @@ class RunLog:
             for share in (shares.get(rank),)
         )
 
-    @property
+    @cached_property
     def plan_ran(self) -> bool:
         """Whether the plan is the one that the last steps ran under."""
         if self.plan is None:
@@ -174,11 +172,11 @@ class RunLog:
 
     def _waits(self) -> list[tuple[float, ...]]:
         """By rank, its part of the measured steps in which it does not compute."""
-        columns = [(line["stage_seconds"], line["step_seconds"]) for line in self.measured if line.get("stage_seconds")]
+        lines = [line for line in self.measured if line.get("stage_seconds")]
         own = (
-            [_waiting(seconds, step) or 0.0 for seconds in column]
-            for column, step in columns
-            if len(column) == len(columns[-1][0])
+            [_waiting(seconds, line["step_seconds"]) or 0.0 for seconds in line["stage_seconds"]]
+            for line in lines
+            if len(line["stage_seconds"]) == len(lines[-1]["stage_seconds"])
         )
         return list(zip(*own, strict=True))
 
@@ -186,7 +184,9 @@ class RunLog:
     def use_of_cards(self) -> float | None:
         """The part of what the cards compute together, each at its own measured rate, while none waits; None
         if that is not known."""
-        return self._use({share.rank: share.seconds for share in self.ranks if share.seconds}, self.step_seconds)
+        return self._use(
+            {share.rank: share.seconds for share in self.ranks if share.seconds}, self.step_seconds
+        )
 
     @cached_property
     def forecast_use_of_cards(self) -> float | None:
@@ -206,7 +206,7 @@ class RunLog:
 
     @property
     def state(self) -> str:
-        """`goes on`, `finished`, `stopped`, `gave up`, `between two starts`, or for how long there was no step."""
+        """`goes on`, `finished`, `stopped`, `gave up`, `between two starts`, `no step for 3 minutes`."""
         last = self.journal[-1].event if self.journal else None
         if last in ("finished", "stopped", "gave_up"):
             return last.replace("_", " ")
@@ -297,7 +297,7 @@ class RunReader:
     """Reads a log directory again and again: of its files each time only what is new."""
 
     def __init__(self, directory: str | Path, cluster: Cluster | None = None) -> None:
-        """`cluster`: None is that of CLUSTER in the directory, or in the one around it, where `up` puts it."""
+        """`cluster`: None is that of CLUSTER in the directory, or the one around it, where `up` puts it."""
         self._folder, self._given = Path(directory), cluster
         self._file, self._steps = GrowingFile(self._folder / METRICS), Steps()
         self._kept: dict[Path, tuple[tuple[int, int], Any]] = {}
@@ -384,7 +384,9 @@ class RunReader:
         """The one that was given, or that lies with the run and has the plan's cards."""
         if self._given is not None:
             if plan is not None and not _has_cards(self._given, plan):
-                raise ConfigError("--cluster: the run's plan has cards that are not in it; give the run's own")
+                raise ConfigError(
+                    "--cluster: the run's plan has cards that are not in it; give the run's own"
+                )
             return self._given
         for path in (self._folder / CLUSTER, self._folder.absolute().parent / CLUSTER):
             found = self._once(path, load_cluster)
@@ -465,8 +467,9 @@ def _read_plan(path: Path) -> tuple[str, Plan]:
 
 def _read_samples(path: Path) -> list[Line]:
     """Answers, of lines that are whole: the last one may be being written."""
-    return [line for text in path.read_bytes().split(b"\n") if (line := parse_line(text)) is not None]
+    lines = map(parse_line, path.read_bytes().split(b"\n"))
+    return [line for line in lines if line is not None and is_step_number(line.get("step"))]
 
 
 def _lines_left_out(name: str, count: int) -> str:
-    return f"{name}: {count:,} line{'s' * (count != 1)} that {'are' if count != 1 else 'is'} damaged or no step"
+    return f"{name}: {count:,} line{'s' * (count != 1)} damaged or of no step"

@@ -172,7 +172,9 @@ def _who_waits(run: RunLog) -> str:
     waits = [share.waits for share in run.ranks if share.waits is not None]
     if len(waits) < 2:
         return ""
-    busiest = min((share for share in run.ranks if share.waits is not None), key=lambda share: share.waits or 0.0)
+    busiest = min(
+        (share for share in run.ranks if share.waits is not None), key=lambda share: share.waits or 0.0
+    )
     forecast = [share.forecast_waits for share in run.ranks if share.forecast_waits is not None]
     by_plan = f" ({statistics.fmean(forecast):.0%} by the forecast)" if forecast else ""
     name = f"rank {busiest.rank}{f' ({busiest.card})' if busiest.card else ''}"

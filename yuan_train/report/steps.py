@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from pydantic_core import from_json
 
-from yuan_train.config.document import is_list, is_mapping
+from yuan_train.config.document import is_list, is_mapping, without_garbage_collector
 from yuan_train.report.html import Curve
 
 Line = dict[str, Any]
@@ -25,20 +27,25 @@ LATEST = 2**53
 """No run has so many steps."""
 KEPT = 1000
 """Newest steps that are kept whole: medians are those of these."""
-BATCH = 4096
+BATCH = 1024
 """Lines that are plain values at a time."""
 COMPARED = 256
 """Bytes before the place to which a file was read, that tell whether it is still the same."""
 
 
-def is_number(value: object) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a plain value is a finite number that something may have measured; no boolean is."""
     kind = type(value)
-    return (kind is float or kind is int) and -LARGEST < value < LARGEST  # pyright: ignore[reportOperatorIssue]
+    return bool((kind is float or kind is int) and -LARGEST < value < LARGEST)
 
 
-def _is_amount(value: object) -> bool:
-    return is_number(value) and value >= 0  # pyright: ignore[reportOperatorIssue]
+def is_step_number(value: Any) -> bool:
+    """Whether a plain value may be the number of a step."""
+    return type(value) is int and 0 <= value < LATEST
+
+
+def _is_amount(value: Any) -> bool:
+    return is_number(value) and value >= 0
 
 
 def _are_amounts(value: object) -> bool:
@@ -73,10 +80,15 @@ def parse_line(text: bytes) -> Line | None:
     return value if is_mapping(value) else None
 
 
+def is_timed(line: Line) -> bool:
+    """Whether a line tells of a step, and how long it took."""
+    seconds = line.get("step_seconds")
+    return is_step_number(line.get("step")) and _is_amount(seconds) and seconds != 0
+
+
 def is_step(line: Line) -> bool:
     """Whether a line is that of a finished training step."""
-    step, seconds = line.get("step"), line.get("step_seconds")
-    return type(step) is int and 0 <= step < LATEST and _is_amount(seconds) and seconds != 0
+    return is_timed(line) and is_number(line.get("loss"))
 
 
 def checked(line: Line) -> Line:
@@ -133,30 +145,35 @@ class Steps:
 
     def add(self, lines: Sequence[bytes]) -> None:
         """Append lines of the file."""
-        for start in range(0, len(lines), BATCH):
-            own = lines[start : start + BATCH]
-            found = [line for text in own if (line := parse_line(text)) is not None and is_step(line)]
-            steps = [line for line in found if is_number(line.get("loss"))]
-            self.left_out += len(own) - len(steps)
-            if steps:
-                self._add(steps)
+        with without_garbage_collector():
+            for start in range(0, len(lines), BATCH):
+                own = lines[start : start + BATCH]
+                found = [line for text in own if (line := parse_line(text)) is not None and is_step(line)]
+                self.left_out += len(own) - len(found)
+                if found:
+                    self._add(found, kept=KEPT - (len(lines) - start - len(own)))
 
-    def _add(self, lines: Sequence[Line]) -> None:
+    def _add(self, lines: Sequence[Line], *, kept: int) -> None:
         self.first = self.first or checked(lines[0])
-        self.newest += map(checked, lines[-KEPT:])
+        self.newest += map(checked, lines[-kept:] if kept > 0 else ())
         self.seconds += math.fsum(line["step_seconds"] for line in lines)
-        self.links += [own for line in lines if _are_named(own := line.get("link_seconds")) and own]
+        self.links += [own for line in lines if (own := line.get("link_seconds")) and _are_named(own)]
         for name in (*_CURVES, *_TIMES):
-            self._extend((name,), ((line["step"], line.get(name)) for line in lines))
+            self._extend((name,), lines, [line.get(name) for line in lines])
         for name in _NESTED:
             inside = [line for line in lines if is_mapping(line.get(name))]
             for key in dict.fromkeys(key for line in inside for key in line[name]):
-                self._extend((name, key), ((line["step"], line[name].get(key)) for line in inside))
+                self._extend((name, key), inside, [line[name].get(key) for line in inside])
 
-    def _extend(self, keys: tuple[str, ...], points: Iterable[tuple[int, Any]]) -> None:
-        own = [(step, value) for step, value in points if is_number(value)]
-        if own:
-            self._curves.setdefault(keys, Curve()).add(own)
+    def _extend(self, keys: tuple[str, ...], lines: Sequence[Line], values: Sequence[Any]) -> None:
+        """Add to a curve what lines have of a figure."""
+        kinds = set(map(type, values))
+        if kinds == {NoneType}:
+            return
+        points = list(zip(map(itemgetter("step"), lines), values, strict=True))
+        if kinds != {float} or not -LARGEST < min(values) <= max(values) < LARGEST or math.isnan(sum(values)):
+            points = [point for point in points if is_number(point[1])]
+        self._curves.setdefault(keys, Curve()).add(points)
 
     def curve(self, *keys: str) -> Curve:
         """A figure over steps, where it was measured; `("evaluation", "pass_1")`: one inside another."""

@@ -82,7 +82,9 @@ def timeline(run: RunLog) -> str:
                 )
     height = 18 + LANE * len(lanes)
     parts += _marks(run, first, scale, height)
-    parts.append(f'<text x="{WIDTH}" y="{height + 12}" text-anchor="end">{show_duration(last - first)}</text>')
+    parts.append(
+        f'<text x="{WIDTH}" y="{height + 12}" text-anchor="end">{show_duration(last - first)}</text>'
+    )
     keys = "".join(key(_colour(plans, plan), plan) for plan in plans[-COLOURS:])
     keys += key("url(#hatch)", "here, and waits")
     more = f"<p>and {len(nodes) - MOST_LANES} more nodes</p>" if len(nodes) > MOST_LANES else ""

@@ -31,7 +31,7 @@ from yuan_train.config.units import show_seconds
 from yuan_train.parallel.environment import end_with_parent, free_port
 from yuan_train.report.journal import Event, Journal
 from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
-from yuan_train.report.steps import Line, checked, is_step, parse_line
+from yuan_train.report.steps import Line, checked, is_timed, parse_line
 from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
 
 
@@ -560,7 +560,7 @@ def _last_lines(run: RunConfig) -> list[Line]:
             lines = file.read().split(b"\n")
     except OSError:
         return []
-    return [checked(line) for text in lines if (line := parse_line(text)) is not None and is_step(line)]
+    return [checked(line) for text in lines if (line := parse_line(text)) is not None and is_timed(line)]
 
 
 def _beside_each_other(pace: Pace) -> dict[str, float]:

@@ -199,17 +199,15 @@ def peak_flops(plan: Plan, precision: str) -> float | None:
 
 def open_after(path: Path, first_step: int) -> TextIO:
     """Open a file of JSON lines for appending, without those from `first_step` on: they come again."""
-    kept: list[str] = []
+    kept: list[bytes] = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, KeyError, TypeError):
-                continue
-            if step < first_step:
-                kept.append(line)
+        for line in path.read_bytes().split(b"\n"):
+            # What is damaged is of no use, and no reason not to train.
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                if json.loads(line)["step"] < first_step:
+                    kept.append(line + b"\n")
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    temporary.write_bytes(b"".join(kept))
     temporary.replace(path)
     return path.open("a", encoding="utf-8")
 
