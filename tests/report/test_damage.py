@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -111,7 +112,7 @@ def _spoil(value: Any, chance: random.Random) -> None:
             if chance.random() < 0.2:
                 del value[key]
             else:
-                value[key] = chance.choice(WRONG)
+                value[key] = copy.deepcopy(chance.choice(WRONG))
             return
         value = value[key]
 

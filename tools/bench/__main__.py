@@ -14,7 +14,8 @@ import tools.bench.rl
 import tools.bench.roles
 import tools.bench.serve
 import tools.bench.tiers
-import tools.bench.training  # noqa: F401 (they register their cases)
+import tools.bench.training
+import tools.bench.watch  # noqa: F401 (they register their cases)
 from tools.bench.harness import main
 
 sys.exit(main())

@@ -1,6 +1,6 @@
 """The cards of a run, each with its state: those of the plan, those that it leaves out, and lost ones.
 
-It stands alone because it puts together what a plan, a cluster, a journal and measurements each say of a card.
+It stands alone because it puts together what plan, cluster, journal and measurements each say of a card.
 """
 
 from __future__ import annotations

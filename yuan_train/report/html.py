@@ -213,18 +213,21 @@ class Curve:
     A run that goes on for ever takes the same memory, and the same time to draw.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_smoothed: bool = True) -> None:
+        """Without smoothing there are no means."""
         self.first: float | None = None
         self.last: Points = ()
         """The newest LAST_POINTS."""
         self._points, self._means = _Few(), _Few()
+        self._is_smoothed = is_smoothed
 
     def add(self, points: Points) -> None:
         """Append points, which come in order."""
         if points and self.first is None:
             self.first = points[0][1]
         before = self.last[1 - WINDOW :]
-        self._means.add(smooth([*before, *points])[len(before) :])
+        if self._is_smoothed:
+            self._means.add(smooth([*before, *points])[len(before) :])
         self._points.add(points)
         self.last = [*self.last, *points[-LAST_POINTS:]][-LAST_POINTS:]
 

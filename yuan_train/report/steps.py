@@ -63,6 +63,8 @@ NUMBERS = (
 )
 _CURVES = ("loss", "validation_loss", "accuracy", "margin", "grad_norm", "reward", "entropy_estimate", "kl")
 _TIMES = ("step_seconds", "forecast_step_seconds")
+_ROUGH = ("forecast_step_seconds", "validation_loss", "margin", "pass_1")
+"""Curves that are not drawn smoothed."""
 _NESTED = ("rewards", "evaluation", "answer_tokens")
 _SHAPES: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(NUMBERS, is_number),
@@ -124,6 +126,27 @@ class GrowingFile:
         return [line for line in data[:end].split(b"\n") if line.strip()], is_other
 
 
+def _steps_in(lines: Sequence[bytes]) -> list[Line]:
+    """Those of finished steps; a line at a time only if one of them is something else."""
+    try:
+        found: list[Any] = list(map(from_json, lines))
+        steps = list(map(itemgetter("step"), found))
+        is_whole = set(map(type, steps)) == {int} and 0 <= min(steps) <= max(steps) < LATEST
+        seconds = list(map(itemgetter("step_seconds"), found))
+        is_whole = is_whole and _are_all_numbers(seconds) and min(seconds) > 0
+        if is_whole and _are_all_numbers(list(map(itemgetter("loss"), found))):
+            return found
+    except (ValueError, TypeError, KeyError, IndexError):
+        pass
+    return [line for text in lines if (line := parse_line(text)) is not None and is_step(line)]
+
+
+def _are_all_numbers(values: Sequence[Any]) -> bool:
+    """Whether all are floats as `is_number` wants them, told at once."""
+    is_finite = set(map(type, values)) == {float} and not math.isnan(sum(values))
+    return is_finite and -LARGEST < min(values) <= max(values) < LARGEST
+
+
 class Steps:
     """What the lines of metrics.jsonl say: curves of all steps, and the newest steps in full."""
 
@@ -148,7 +171,7 @@ class Steps:
         with without_garbage_collector():
             for start in range(0, len(lines), BATCH):
                 own = lines[start : start + BATCH]
-                found = [line for text in own if (line := parse_line(text)) is not None and is_step(line)]
+                found = _steps_in(own)
                 self.left_out += len(own) - len(found)
                 if found:
                     self._add(found, kept=KEPT - (len(lines) - start - len(own)))
@@ -171,9 +194,9 @@ class Steps:
         if kinds == {NoneType}:
             return
         points = list(zip(map(itemgetter("step"), lines), values, strict=True))
-        if kinds != {float} or not -LARGEST < min(values) <= max(values) < LARGEST or math.isnan(sum(values)):
+        if not _are_all_numbers(values):
             points = [point for point in points if is_number(point[1])]
-        self._curves.setdefault(keys, Curve()).add(points)
+        self._curves.setdefault(keys, Curve(is_smoothed=keys[-1] not in _ROUGH)).add(points)
 
     def curve(self, *keys: str) -> Curve:
         """A figure over steps, where it was measured; `("evaluation", "pass_1")`: one inside another."""
