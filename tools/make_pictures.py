@@ -3,6 +3,7 @@
     python tools/make_pictures.py                           plans, as docs/pictures/plan-NAME.svg
     python tools/make_pictures.py --curves RUN=NAME ...     losses of runs (log directories) in one picture
     python tools/make_pictures.py --screens NAME=PAGE ...   pages or addresses, in Chromium: screen-NAME.png
+    python tools/make_pictures.py --lost-node               the page of a run that loses a node, made anew
 
 A page is shown as wide as a phone and as wide as a desk, side by side. Every plan is made anew from the
 catalogue's estimates, so the pictures are those of the planner as it is.
@@ -11,9 +12,12 @@ catalogue's estimates, so the pictures are those of the planner as it is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,12 +25,29 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.support.supervised import (
+    entries,
+    group_of,
+    make_supervised,
+    steps_done,
+    supervised,
+    wait_until,
+    words,
+)
 from yuan_train.cli.main import main as command
 from yuan_train.report.html import chart, whole_picture
 
 PICTURES = Path(__file__).parents[1] / "docs/pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 SCREEN_WIDTHS, SCREEN_HEIGHT = (390, 1280), 844
+PRICES = (0.8, 0.5, 0.3)
+"""Of a card for an hour, by node of the run that loses one."""
+MORE_STEPS = 60
+"""That it makes before, and after."""
 PLANS = {
     "laptop": (
         "laptop",
@@ -50,11 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"plans to draw, of {', '.join(PLANS)}; all")
     parser.add_argument("--curves", nargs="+", metavar="RUN=NAME", help="draw the losses of runs instead")
     parser.add_argument("--screens", nargs="+", metavar="NAME=PAGE", help="photograph pages instead")
+    parser.add_argument("--lost-node", action="store_true", help="train on three nodes, and photograph that")
     parser.add_argument("--out", type=Path, default=PICTURES, metavar="DIR", help="default: docs/pictures")
     given = parser.parse_args(arguments)
     given.out.mkdir(exist_ok=True)
     if given.screens:
         return _screens([word.partition("=") for word in given.screens], given.out)
+    if given.lost_node:
+        return _lost_node(given.out.resolve())
     if given.curves:
         (given.out / "losses.svg").write_text(_curves([word.partition("=") for word in given.curves]))
         return 0
@@ -65,6 +89,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code:
             return code
     return 0
+
+
+def _lost_node(out: Path) -> int:
+    """Train on three nodes of this machine, measure them, train again, kill one; photograph the page after
+    some more steps. It takes some minutes."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        project, measured, folder = (Path(name, part) for part in ("project", "measured", "run"))
+        for path in (project, measured, folder):
+            path.mkdir()
+        make_supervised(project, {"gpu-a": 2, "gpu-b": 1, "gpu-c": 1}, steps=1)
+        cluster = yaml.safe_load((project / "cluster.yaml").read_text())
+        for node, price in zip(cluster["nodes"], PRICES, strict=True):
+            node["price"] = price
+        (project / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+        with supervised(project, measured, *words(100_000)):
+            _wait_for(measured, nodes=3, steps=MORE_STEPS)
+        if command(["profile", "--of-run", str(measured / "log"), "--out", "profile.json"]):
+            return 2
+        with supervised(project, folder, "--profile", "profile.json", *words(100_000), "checkpoint.every=20"):
+            _wait_for(folder, nodes=3, steps=MORE_STEPS)
+            (folder / "down-gpu-c").touch()
+            os.killpg(group_of("gpu-c", folder), signal.SIGKILL)
+            _wait_for(folder, nodes=2, steps=MORE_STEPS)
+            if command(["watch", "run/log", "--once", "page.html"]):
+                return 2
+        return _screens([("watch", "=", "page.html")], out, height=2 * SCREEN_HEIGHT)
+
+
+def _wait_for(folder: Path, *, nodes: int, steps: int) -> None:
+    """Until so many nodes have made so many steps together."""
+    wait_until(lambda: bool(entries(folder)) and len(entries(folder)[-1].nodes) == nodes, folder)
+    first = steps_done(folder)
+    wait_until(lambda: steps_done(folder) >= first + steps, folder)
 
 
 def _curves(runs: Sequence[tuple[str, str, str]]) -> str:
@@ -85,7 +142,7 @@ def _curves(runs: Sequence[tuple[str, str, str]]) -> str:
     return whole_picture(title, [(names, int(found[1]), int(found[2]), [drawn])])
 
 
-def _screens(pages: Sequence[tuple[str, str, str]], out: Path) -> int:
+def _screens(pages: Sequence[tuple[str, str, str]], out: Path, *, height: int = SCREEN_HEIGHT) -> int:
     """Photograph pages; 2 where there is no Chromium, or it draws nothing."""
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
@@ -94,21 +151,21 @@ def _screens(pages: Sequence[tuple[str, str, str]], out: Path) -> int:
     for name, _, page in pages:
         address = page if "://" in page else Path(page).resolve().as_uri()
         picture = (out / f"screen-{name}.png").resolve()
-        if not _screen(browser, address, picture):
+        if not _screen(browser, address, picture, height):
             print(f"error: {page}: {browser} draws nothing of it", file=sys.stderr)
             return 2
     return 0
 
 
-def _screen(browser: str, address: str, picture: Path) -> bool:
+def _screen(browser: str, address: str, picture: Path, high: int) -> bool:
     """A page in two frames: the window of a browser is never as narrow as a phone."""
     frames = "".join(
-        f'<iframe src="{escape(address)}" width="{width}" height="{SCREEN_HEIGHT}"></iframe>'
+        f'<iframe src="{escape(address)}" width="{width}" height="{high}"></iframe>'
         for width in SCREEN_WIDTHS
     )
     style = "body{margin:10px;background:#888;white-space:nowrap}iframe{border:0;margin-right:10px}"
     style += "iframe{background:#fff}"
-    width, height = sum(SCREEN_WIDTHS) + 50, SCREEN_HEIGHT + 20
+    width, height = sum(SCREEN_WIDTHS) + 50, high + 20
     with tempfile.TemporaryDirectory() as folder:
         sheet = Path(folder, "sheet.html")
         sheet.write_text(f"<meta charset=utf-8><style>{style}</style>{frames}")

@@ -14,25 +14,21 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.project import make_plan, make_project, run_config, with_forecast
+from tests.support.logs import write_run
 from yuan_train.cli.main import main
-from yuan_train.config.load import dump
-from yuan_train.config.plan_constraints import save_plan
 from yuan_train.report.journal import Journal, read_journal
-from yuan_train.report.run_log import read_run
+from yuan_train.report.run_log import RunReader, read_run
 from yuan_train.report.steps import GrowingFile
 from yuan_train.train.metrics import open_after
 
-STEPS = 60
 OF_RL = "rl.jsonl"
 """Lines of another kind of run, shown in place of metrics.jsonl."""
 FILES = (
     *("metrics.jsonl", "supervise.jsonl", "samples.jsonl"),
-    *("plans/plan-1.yaml", "plan.yaml", "cluster.yaml", "config.yaml"),
+    *("plans/plan-2.yaml", "plan.yaml", "cluster.yaml", "config.yaml"),
 )
 TRIALS = 24
 """Of each file."""
-CARD = {"memory": "8 GiB", "fp32": "1 TFLOP/s", "memory_bandwidth": "10 GB/s", "price": 0.5}
 WRONG: list[Any] = [
     *(None, True, "many", "", [], {}, [1, "x"], {"a": {}}, [[1]], -1, 0, 1e308, -1e308, 10**400, 1e-320),
     *(math.nan, math.inf, -math.inf, 2**63, "<b>", "\x00", [math.nan] * 2, {"a -> b": "slow"}, [1], [1] * 9),
@@ -41,40 +37,7 @@ WRONG: list[Any] = [
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log directory of a supervised run that has all files."""
-    folder = tmp_path_factory.mktemp("whole")
-    run = run_config(make_project(folder), f"train.steps={STEPS}")
-    log = folder / "log"
-    (log / "plans").mkdir(parents=True)
-    plan = with_forecast(make_plan(run, [[4, 2]]), seconds=[(0.1, 0.2)], step_seconds=0.5)
-    for name in ("plan.yaml", "plans/plan-1.yaml"):
-        save_plan(log / name, plan)
-    (log / "config.yaml").write_text(dump(run))
-    nodes = [{"name": "card", "device": "card", "devices": 3, "link": {"bandwidth": "1 GB/s"}}]
-    cluster = {"name": "some", "nodes": nodes, "device_types": {"card": CARD}}
-    (log / "cluster.yaml").write_text(yaml.safe_dump(cluster))
-    journal = Journal(log)
-    forecasts = {"forecast_before": None, "forecast_after": 0.5}
-    journal.write("started", "card is here", plan="log/plans/plan-1.yaml", nodes=("card",), **forecasts)
-    journal.write("stays", "more waits: no gain", nodes=("card",), waiting=("more",), step=20)
-    with (log / "metrics.jsonl").open("w") as file:
-        for i in range(1, STEPS + 1):
-            line = {"step": i, "loss": 9.0 - i / 20, "step_seconds": 0.5, "tokens_per_second": 100.0}
-            line |= {"forecast_step_seconds": 0.5, "mfu": 0.1, "grad_norm": 1.0, "tokens": 100 * i}
-            line |= {"stage_seconds": [0.4, 0.3], "peak_memory_bytes": [2**30, 2**29]}
-            line |= {"link_seconds": {"a -> b": 0.01}, "validation_loss": 8.0 if i % 20 == 0 else None}
-            file.write(json.dumps(line) + "\n")
-    more = {
-        "reward": 0.5,
-        "rewards": {"exact": 0.5, "format": None},
-        "answer_tokens": {"mean": 12.0, "max": 20},
-    }
-    more |= {"entropy_estimate": 1.0, "kl": 0.01, "generation_seconds": 0.2, "evaluation": {"pass_1": 0.25}}
-    lines = [json.loads(line) | more for line in (log / "metrics.jsonl").read_text().splitlines()]
-    (log / OF_RL).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    samples = [{"step": i, "prompt": "1 + 1", "text": "2", "reward": 1.0} for i in (1, 9)]
-    (log / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
-    return log
+    return write_run(tmp_path_factory.mktemp("whole"))
 
 
 def cut(data: bytes, chance: random.Random) -> bytes:
@@ -176,7 +139,7 @@ def test_what_is_left_out_is_named(whole: Path, tmp_path: Path, capsys: pytest.C
     metrics[11] = metrics[11].replace(b'"loss": ', b'"loss": "')
     (log / "metrics.jsonl").write_bytes(b"".join(metrics))
     (log / "supervise.jsonl").write_bytes((log / "supervise.jsonl").read_bytes() + b'{"time": NaN}\n')
-    (log / "plans" / "plan-1.yaml").write_text("version: 1\n")
+    (log / "plans" / "plan-2.yaml").write_text("version: 1\n")
     (log / "cluster.yaml").write_bytes(b"\xff")
     (log / "config.yaml").write_text("a: [")
     assert main(["show", str(log)]) == 0
@@ -185,7 +148,7 @@ def test_what_is_left_out_is_named(whole: Path, tmp_path: Path, capsys: pytest.C
     for words in (
         "metrics.jsonl: 2 lines damaged or of no step",
         "supervise.jsonl: 1 line damaged",
-        "plan-1.yaml",
+        "plan-2.yaml",
         "cluster.yaml: cannot be read: it is no text",
         "not YAML",
     ):
@@ -237,8 +200,6 @@ def test_a_file_that_grows_is_read_once(whole: Path, tmp_path: Path) -> None:
 
 
 def test_a_page_of_a_growing_run_is_that_of_one_reading(whole: Path, tmp_path: Path) -> None:
-    from yuan_train.report.run_log import RunReader
-
     log, lines = copy_of(whole, tmp_path / "log"), (whole / "metrics.jsonl").read_bytes().splitlines(True)
     (log / "metrics.jsonl").write_bytes(b"".join(lines[:7]))
     reader = RunReader(log)

@@ -148,14 +148,12 @@ def chart(
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.5" fill="var(--c0)" opacity=".35"/>')
     for i, points in enumerate(curves.values()):
         line = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in points)
-        parts.append(
-            f'<polyline points="{line}" fill="none" stroke="var(--c{_colour(i)})" stroke-width="2"/>'
-        )
+        parts.append(f'<polyline points="{line}" fill="none" stroke="var(--c{colour(i)})" stroke-width="2"/>')
     for points in rings.values():
         for point in points:
             x, y = place(*point)
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="none" stroke="var(--ink)"/>')
-    legend = "".join(key(f"var(--c{_colour(i)})", name) for i, name in enumerate(curves))
+    legend = "".join(key(f"var(--c{colour(i)})", name) for i, name in enumerate(curves))
     legend += "".join(f'<span class="key">o {escape(name)}</span>' for name in rings)
     return f"<p>{legend}</p>{svg(WIDTH, HEIGHT, label, parts)}"
 
@@ -292,6 +290,6 @@ def number(value: float) -> str:
     return f"{round(value, 10):g}"
 
 
-def _colour(i: int) -> int:
-    """Colours that differ enough side by side."""
+def colour(i: int) -> int:
+    """Which of the colours the i-th thing has: those differ enough side by side."""
     return (0, 3, 2, 4, 5, 1)[i % 6]

@@ -58,24 +58,19 @@ def run_html(run: RunLog, *, refresh: int | None = None) -> str:
     """The page of a run, without scripts or other files; drawn anew by a browser after `refresh` seconds."""
     title = f"{run.model or 'A run'}: {run.kind}"
     shares = run.ranks[: 4 * MAX_RANKS]
-    sections = [
-        ("Summary", table(("", ""), _summary(run))),
-        *_curves(run),
-        ("Speed", _speed(run)),
-    ]
+    sections = [("Summary", table(("", ""), _summary(run)))]
     if cards := card_rows(run):
         sections.append(("Cards", table(CARD_HEAD, map(_card_row, cards[: 4 * MAX_RANKS]))))
+    if run.journal:
+        rows = decision_rows(run)[-100 * MAX_DECISIONS :]
+        sections.append(("Plans and their reasons", timeline(run) + table(DECISION_HEAD, rows)))
+    sections += [*_curves(run), ("Speed", _speed(run))]
     if shares:
         names = [" ".join(filter(None, (f"rank {share.rank}", share.type))) for share in shares]
         seconds = [(n, s.forecast_seconds, s.seconds) for n, s in zip(names, shares, strict=True)]
         memory = [(n, s.forecast_bytes, s.peak_bytes) for n, s in zip(names, shares, strict=True)]
-        sections += [
-            ("Seconds of computing in a step", bars(seconds, "s")),
-            ("Memory at its peak", bars(memory, "GiB", scale=GIB)),
-        ]
-    if run.journal:
-        rows = decision_rows(run)[-100 * MAX_DECISIONS :]
-        sections.append(("Plans and their reasons", timeline(run) + table(DECISION_HEAD, rows)))
+        sections.append(("Seconds of computing in a step", bars(seconds, "s")))
+        sections.append(("Memory at its peak", bars(memory, "GiB", scale=GIB)))
     if run.samples:
         sections.append(("Answers", _answers(run.samples)))
     if run.plan is not None:

@@ -6,18 +6,20 @@ It stands alone as a drawing of its own, like `trace_picture`.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
 from yuan_train.config.units import show_duration, show_seconds
 from yuan_train.report.cards import entry_spans
-from yuan_train.report.html import key, svg
+from yuan_train.report.html import colour, key, svg
 from yuan_train.report.journal import Entry
 from yuan_train.report.run_log import RunLog
 
-WIDTH, LEFT, LANE, MOST_LANES, MOST_NUMBERS = 720, 90, 24, 24, 40
+WIDTH, LEFT, RIGHT, LANE = 720, 90, 708, 24
+MOST_LANES, MOST_NUMBERS = 24, 40
 COLOURS = 6
-"""Of plans, after which they begin again."""
+"""Of plans, after which they begin again: so many are in the legend."""
 BETWEEN = ("fault", "waits")
 """Entries after which no plan runs."""
 
@@ -64,54 +66,62 @@ def timeline(run: RunLog) -> str:
     if run.cluster is not None:
         nodes = [node for node in run.cluster.groups if node in nodes] or nodes
     first, last = run.journal[0].time, max(end for *_, end in spans)
-    scale = (WIDTH - LEFT) / ((last - first) or 1.0)
+    scale = (RIGHT - LEFT) / ((last - first) or 1.0)
     plans = list(dict.fromkeys(plan_name(entry) for entry in run.journal if entry.plan))
     lanes = {node: 18 + LANE * i for i, node in enumerate(nodes[:MOST_LANES])}
     parts = [f'<text x="0" y="{y + 14}">{escape(node[:14])}</text>' for node, y in lanes.items()]
-    current = ""
-    for entry, start, end in spans:
-        current = plan_name(entry) if entry.plan else "" if entry.event in BETWEEN else current
+    for node, start, end, plan in _stretches(run, lanes):
         x, width = LEFT + (start - first) * scale, max((end - start) * scale, 0.5)
-        for node, y in lanes.items():
-            fill = _fill(entry, node, current, plans)
-            if fill:
-                title = f"{node}: {current or entry.event}, {show_duration(end - start)}"
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 6}" fill="{fill}">'
-                    f"<title>{escape(title)}</title></rect>"
-                )
+        fill = f"var(--c{colour(plans.index(plan))})" if plan else "url(#hatch)"
+        title = f"{node}: {plan or 'waits'}, {show_duration(end - start)}"
+        parts.append(
+            f'<rect x="{x:.1f}" y="{lanes[node]}" width="{width:.1f}" height="{LANE - 6}" fill="{fill}">'
+            f"<title>{escape(title)}</title></rect>"
+        )
     height = 18 + LANE * len(lanes)
     parts += _marks(run, first, scale, height)
     parts.append(
-        f'<text x="{WIDTH}" y="{height + 12}" text-anchor="end">{show_duration(last - first)}</text>'
+        f'<text x="{RIGHT}" y="{height + 12}" text-anchor="end">{show_duration(last - first)}</text>'
     )
-    keys = "".join(key(_colour(plans, plan), plan) for plan in plans[-COLOURS:])
+    named = list(enumerate(plans))[-COLOURS:]
+    keys = "".join(key(f"var(--c{colour(i)})", plan) for i, plan in named)
     keys += key("url(#hatch)", "here, and waits")
     more = f"<p>and {len(nodes) - MOST_LANES} more nodes</p>" if len(nodes) > MOST_LANES else ""
     return f"<p>{keys}</p>{svg(WIDTH, height + 18, 'plans over time, by node', parts)}{more}"
 
 
-def _fill(entry: Entry, node: str, plan: str, plans: list[str]) -> str:
-    """The colour of a node's lane after an entry; none while the node is not here."""
-    if node in entry.nodes and plan:
-        return _colour(plans, plan)
-    return "url(#hatch)" if node in (*entry.nodes, *entry.waiting) else ""
-
-
-def _colour(plans: list[str], plan: str) -> str:
-    return f"var(--c{plans.index(plan) % COLOURS})"
+def _stretches(run: RunLog, nodes: Iterable[str]) -> list[tuple[str, float, float, str]]:
+    """How long each node ran a plan without a break, or was here and waited, which is the plan of no name."""
+    found: list[tuple[str, float, float, str]] = []
+    newest: dict[str, int] = {}
+    current = ""
+    for entry, start, end in entry_spans(run):
+        current = plan_name(entry) if entry.plan else "" if entry.event in BETWEEN else current
+        for node in nodes:
+            plan = current if node in entry.nodes else ""
+            before = found[newest[node]] if node in newest else None
+            if node not in (*entry.nodes, *entry.waiting):
+                newest.pop(node, None)
+            elif before is not None and before[3] == plan:
+                found[newest[node]] = (node, before[1], end, plan)
+            else:
+                newest[node] = len(found)
+                found.append((node, start, end, plan))
+    return found
 
 
 def _marks(run: RunLog, first: float, scale: float, height: int) -> list[str]:
-    """A line for each entry, with its number while there are few."""
+    """A line for each entry, with its number; where there are many, for those with a plan alone."""
     found: list[str] = []
-    right = -100.0
+    right, are_few = -100.0, len(run.journal) <= MOST_NUMBERS
     for i, entry in enumerate(run.journal, start=1):
-        x = min(max(LEFT + (entry.time - first) * scale, LEFT), WIDTH)
+        if not are_few and entry.plan is None:
+            continue
+        x = min(max(LEFT + (entry.time - first) * scale, LEFT), RIGHT)
         found.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="14" y2="{height}" stroke="var(--ink)" stroke-width=".7"/>'
         )
-        if len(run.journal) <= MOST_NUMBERS and x > right + 10:
+        if x > right + 8 * len(str(i)):
             found.append(f'<text x="{x:.1f}" y="10" text-anchor="middle">{i}</text>')
             right = x
     return found
