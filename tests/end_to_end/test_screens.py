@@ -6,10 +6,12 @@ import re
 import shutil
 import struct
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.support.logs import write_run
 from tools import make_pictures
 from yuan_train.cli.main import main
 
@@ -28,27 +30,52 @@ def browser() -> str:
     return found
 
 
+INSIDE = """onload = () => {
+  const svg = document.querySelector('iframe').contentDocument.querySelector('svg[aria-label^="plans over"]');
+  const all = svg.getBoundingClientRect();
+  const parts = [...svg.querySelectorAll('rect, text')].map(e => e.getBoundingClientRect());
+  document.body.dataset.found = parts.map(e => +(
+    e.left >= all.left && e.right <= all.right && e.top >= all.top && e.bottom <= all.bottom)).join(' ');
+}"""
+"""For each part of the picture whether it lies inside of it."""
+
+
 def check(browser: str, page: Path, folder: Path) -> None:
     """Photograph a page, and measure how far it runs out of a phone and of a desk."""
     assert make_pictures.main(["--screens", f"page={page}", "--out", str(folder)]) == 0
     picture = (folder / "screen-page.png").read_bytes()
     assert picture[:4] == b"\x89PNG" and len(picture) > 5_000, "an empty page takes less"
     assert struct.unpack(">II", picture[16:24])[0] > 1_000
-    frames = "".join(f'<iframe src="{page.as_uri()}" width="{width}"></iframe>' for width in (390, 1280))
+    wide = told(browser, page, folder, (390, 1280), WIDE)
+    assert wide == "0 0", f"{page.name} is wider than its window by {wide}"
+
+
+def told(browser: str, page: Path, folder: Path, widths: Sequence[int], script: str) -> str:
+    """What a script says of a page in frames of some widths."""
+    frames = "".join(f'<iframe src="{page.as_uri()}" width="{width}"></iframe>' for width in widths)
     sheet = folder / "sheet.html"
-    sheet.write_text(f"<meta charset=utf-8>{frames}<script>{WIDE}</script>")
+    sheet.write_text(f"<meta charset=utf-8>{frames}<script>{script}</script>")
     words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     words += ["--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
     shown = subprocess.run([*words, sheet.as_uri()], capture_output=True, text=True, timeout=120)
-    match = re.search(r'data-wide="([^"]*)"', shown.stdout)
+    match = re.search(r'data-\w+="([^"]*)"', shown.stdout)
     assert match is not None, shown.stderr[-500:]
-    assert match[1] == "0 0", f"{page.name} is wider than its window by {match[1]}"
+    return match[1]
 
 
 def test_the_page_of_a_plan(browser: str, tmp_path: Path) -> None:
     words = ["--cluster", "laptop", "--model", "tiny", "data.sequence_length=128", "train.precision=fp32"]
     assert main(["plan", *words, "--report", str(tmp_path / "plan.html")]) == 0
     check(browser, tmp_path / "plan.html", tmp_path)
+
+
+def test_the_page_of_a_run_that_lost_a_node(browser: str, tmp_path: Path) -> None:
+    """Also its picture of plans over time: a lane of three nodes, four stretches, three marks."""
+    log, page = write_run(tmp_path), tmp_path / "run.html"
+    assert main(["watch", str(log), "--once", str(page)]) == 0
+    check(browser, page, tmp_path)
+    inside = told(browser, page, tmp_path, (1280,), INSIDE).split()
+    assert inside == ["1"] * (3 + 4 + 3 + 1), "nodes, stretches, marks, and how long it was"
 
 
 def test_the_site(browser: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,3 +210,27 @@ def test_a_page_of_a_growing_run_is_that_of_one_reading(whole: Path, tmp_path: P
             one, other = grown.curve(name), once.curve(name)
             assert (one.points, one.means, one.last) == (other.points, other.means, other.last)
         assert grown.ranks == once.ranks and grown.steps.seconds == pytest.approx(0.5 * end)
+
+
+@pytest.mark.parametrize("name", ["profile.json", "cluster.yaml"])
+def test_planning_with_a_damaged_file(
+    name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan, or a message: 2 of the file, 3 where nothing fits what it says."""
+    files = {"cluster.yaml": whole / "cluster.yaml", "profile.json": tmp_path / "profile.json"}
+    assert main(["profile", "--of-run", str(whole), "--out", str(files["profile.json"])]) == 0
+    data, planned = files[name].read_bytes(), 0
+    files[name] = tmp_path / f"damaged-{name}"
+    words = ["plan", "--config", str(whole.parent / "run.yaml"), "--out", str(tmp_path / "plan.yaml")]
+    words += ["--cluster", str(files["cluster.yaml"]), "--profile", str(files["profile.json"])]
+    for seed in range(TRIALS):
+        chance = random.Random(f"{name} {seed}")
+        kind = list(DAMAGE)[seed % len(DAMAGE)]
+        files[name].write_bytes(DAMAGE[kind](data, chance))
+        capsys.readouterr()
+        code = main(words)
+        said = capsys.readouterr().err
+        assert code in (0, 2, 3) and "Traceback" not in said, (kind, seed, said)
+        planned += code == 0
+    files[name].write_bytes(data)
+    assert main(words) == 0 and planned < TRIALS / 2

@@ -231,3 +231,30 @@ def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
     lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
     lead.judge()
     assert room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "{'again': True}"
+
+
+def test_a_damaged_log_stops_no_lead(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is whole of it still tells of a slow card, also where not each step has the ranks' times."""
+    planner = FakePlanner(plans[2], gain=0.5)
+    lead = lead_of(tmp_path, planner, FakeRoom(), monkeypatch)
+    write_lines(tmp_path, lines(2, 10, 0.0, 0))
+    lead.look_around()
+    path = tmp_path / "log" / "metrics.jsonl"
+    wrong: list[Any] = ["x", 3, [None, 1.0], [1e308, float("nan")], {"a": 1}, [1.0, -1.0], [True, True]]
+    found = lines(2, 200, 0.0, 0, slow_from=30)
+    for i, line in enumerate(found):
+        if i % 3:
+            line["stage_seconds"] = wrong[i % len(wrong)]
+    damaged = [
+        b"\xff\x00",
+        b"[" * 100_000,
+        b'{"step": Infinity, "step_seconds": 1}',
+        b'{"step": 1e400}',
+        b"7",
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in found).encode()
+    path.write_bytes(text + b"\n".join(damaged) + b"\n")
+    lead.look_around()
+    assert stopped(lead).startswith("card/1 computes 3.0 times as long as its type is forecast to")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from tests.support.project import make_plan, make_project, run_config, with_forecast
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.load import dump
 from yuan_train.config.plan_constraints import save_plan
 
@@ -32,6 +34,8 @@ def write_run(folder: Path) -> Path:
     (log / "plans").mkdir(parents=True)
     forecast = {"step_seconds": 0.5, "tokens_per_second": 125.0}
     plan = with_forecast(make_plan(run, [[4, 2]]), seconds=[(0.01, 0.04), (0.01, 0.02)], **forecast)
+    card = DeviceType(memory=8 * 2**30, fp32=1e12, memory_bandwidth=1e10)
+    plan = replace(plan, device_types={"card": card})
     for name in ("plan.yaml", "plans/plan-1.yaml", "plans/plan-2.yaml"):
         save_plan(log / name, plan)
     (log / "config.yaml").write_text(dump(run))
