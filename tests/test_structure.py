@@ -66,8 +66,8 @@ SAME_NAMES = {
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
     "checkpoint": (11, 3045),
-    "cli": (32, 6748),
-    "config": (16, 6311),
+    "cli": (32, 6807),
+    "config": (16, 6325),
     "data": (11, 3110),
     "hf_export": (3, 632),
     "machine": (8, 1207),
@@ -76,12 +76,12 @@ ROOMS = {
     "objectives": (3, 306),
     "parallel": (27, 8125),
     "profile": (4, 1315),
-    "report": (7, 1297),
+    "report": (11, 2152),
     "rl": (21, 7109),
     "schedule": (9, 2068),
     "serve": (6, 1794),
-    "supervise": (6, 1407),
-    "train": (24, 6120),
+    "supervise": (6, 1401),
+    "train": (24, 6118),
 }
 """The most files and lines of each folder beside the planner: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""
