@@ -76,7 +76,7 @@ ROOMS = {
     "objectives": (3, 306),
     "parallel": (27, 8125),
     "profile": (4, 1315),
-    "report": (11, 2152),
+    "report": (11, 2147),
     "rl": (21, 7109),
     "schedule": (9, 2068),
     "serve": (6, 1794),

@@ -16,7 +16,7 @@ import yaml
 
 from tests.support.logs import write_run
 from yuan_train.cli.main import main
-from yuan_train.report.journal import Journal, read_journal
+from yuan_train.report.journal import Journal, read_entries
 from yuan_train.report.run_log import RunReader, read_run
 from yuan_train.report.steps import GrowingFile
 from yuan_train.train.metrics import open_after
@@ -180,7 +180,7 @@ def test_a_run_goes_on_over_a_damaged_log(whole: Path, tmp_path: Path) -> None:
         (tmp_path / "supervise.jsonl").write_bytes(damage)
         Journal(tmp_path).write("started", "a is here", nodes=("a",))
         Journal(tmp_path).write("stays", "b waits", nodes=("a",), waiting=("b",))
-        assert [entry.event for entry in read_journal(tmp_path)] == ["started", "stays"]
+        assert [entry.event for entry in read_entries(tmp_path)[0]] == ["started", "stays"]
 
 
 def test_a_file_that_grows_is_read_once(whole: Path, tmp_path: Path) -> None:

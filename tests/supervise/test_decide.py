@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from yuan_train.config.run import SuperviseConfig
-from yuan_train.report.journal import FILE, Journal, read_journal
+from yuan_train.report.journal import FILE, Journal, read_entries
 from yuan_train.supervise.agent import Start, repeats, weigh_move
 
 SETTINGS = SuperviseConfig(horizon=1000.0, gain=0.05)
@@ -53,8 +53,8 @@ def test_a_journal_outlives_damage(tmp_path: Path) -> None:
     Journal(tmp_path).write("finished", "all done", step=9)
     with path.open("a") as file:
         file.write('{"time": "soon", "event": "moved", "reason": "x"}\n[]\n{}\n')
-    assert [(e.event, e.step, e.nodes) for e in read_journal(tmp_path)] == [
+    assert [(e.event, e.step, e.nodes) for e in read_entries(tmp_path)[0]] == [
         ("started", 0, ["a", "b"]),
         ("finished", 9, []),
     ]
-    assert read_journal(tmp_path / "nowhere") == []
+    assert read_entries(tmp_path / "nowhere")[0] == []

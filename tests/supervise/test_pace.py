@@ -15,7 +15,7 @@ from tests.support.project import make_project, parse_plan, run_config, with_for
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import SuperviseConfig
-from yuan_train.report.journal import read_journal
+from yuan_train.report.journal import read_entries
 from yuan_train.report.run_log import measured_pace, read_run
 from yuan_train.report.run_page import run_lines
 from yuan_train.supervise.agent import Lead, Supervised
@@ -196,7 +196,7 @@ def test_a_slow_card_is_planned_for_and_later_not(
     # The next start has another plan of the same node, made for what was measured.
     again = lead_of(tmp_path, planner, room, monkeypatch)
     assert planner.asked[-1] == {"left/0": 0.5, "card/0": 1.0, "card/1": 3.0}
-    moved = read_journal(tmp_path / "log")[-1]
+    moved = read_entries(tmp_path / "log")[0][-1]
     assert (moved.event, moved.forecast_before, moved.forecast_after) == ("moved", 3.0, 1.5)
     assert moved.plan is not None and moved.plan.endswith("plan-2.yaml")
     # As forecast for the slow card, both are at the pace of the plan; then it is three times as fast.
@@ -220,8 +220,8 @@ def test_a_slow_card_stays_where_nothing_gains(
         write_lines(tmp_path, lines(2, steps, 0.0, 0, slow_from=12))
         lead.look_around()
     assert not stopped(lead)
-    assert [entry.event for entry in read_journal(tmp_path / "log")] == ["started", "stays"]
-    assert "card/1 computes 3.0 times as long" in read_journal(tmp_path / "log")[-1].reason
+    assert [entry.event for entry in read_entries(tmp_path / "log")[0]] == ["started", "stays"]
+    assert "card/1 computes 3.0 times as long" in read_entries(tmp_path / "log")[0][-1].reason
 
 
 def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(

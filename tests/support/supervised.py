@@ -18,7 +18,7 @@ import yaml
 from tests.support.project import make_project, read_metrics
 from tests.support.ranks import Case, run_alone
 from yuan_train.checkpoint.in_memory import run_folder
-from yuan_train.report.journal import Entry, read_journal
+from yuan_train.report.journal import Entry, read_entries
 
 SECONDS = 300.0
 NETWORK = {"bandwidth": "2 GB/s", "latency": "100 us"}
@@ -106,7 +106,7 @@ def steps_done(folder: Path) -> int:
 
 
 def entries(folder: Path) -> list[Entry]:
-    return read_journal(folder / "log")
+    return read_entries(folder / "log")[0]
 
 
 @contextmanager

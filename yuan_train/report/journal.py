@@ -72,13 +72,8 @@ class Journal:
             return file.read(1) == b"\n"
 
 
-def read_journal(directory: str | Path) -> list[Entry]:
-    """The entries of a journal; lines that are damaged are left out, and a missing file has none."""
-    return read_entries(directory)[0]
-
-
 def read_entries(directory: str | Path) -> tuple[list[Entry], int]:
-    """The same, and how many lines were left out."""
+    """The entries of a journal, and how many lines are damaged and left out. A missing file has none."""
     try:
         lines = [line for line in (Path(directory) / FILE).read_bytes().split(b"\n") if line.strip()]
     except OSError:
