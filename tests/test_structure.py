@@ -66,7 +66,7 @@ SAME_NAMES = {
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
     "checkpoint": (11, 3045),
-    "cli": (32, 6807),
+    "cli": (32, 6807),  # a terminal view of a run, and its cluster
     "config": (16, 6325),
     "data": (11, 3110),
     "hf_export": (3, 632),
@@ -76,7 +76,7 @@ ROOMS = {
     "objectives": (3, 306),
     "parallel": (27, 8125),
     "profile": (4, 1315),
-    "report": (11, 2147),
+    "report": (11, 2147),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7109),
     "schedule": (9, 2068),
     "serve": (6, 1794),
