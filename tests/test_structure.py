@@ -67,7 +67,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (11, 3045),
     "cli": (32, 6807),  # a terminal view of a run, and its cluster
-    "config": (16, 6325),
+    "config": (16, 6325),  # durations in words and the rent of nodes came from the planner
     "data": (11, 3110),
     "hf_export": (3, 632),
     "machine": (8, 1207),
