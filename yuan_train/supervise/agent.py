@@ -207,12 +207,13 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
     `address` is that of the store. SIGTERM: the node's ranks save and end, and the others go on without it.
     Raises LostRank if the store is gone.
     """
-    room = Room(address, nodes=len(job.nodes), grace=job.run.supervise.grace)
+    token = uuid.uuid4().hex
+    room = Room(address, token, nodes=len(job.nodes), grace=job.run.supervise.grace)
     with _hearing_signals() as signals:
         try:
             while True:
                 signals.waits = True
-                agent = Agent(node, uuid.uuid4().hex, room.address(), free_port(room.address()))
+                agent = Agent(node, token, room.address(), free_port(room.address()))
                 current = room.enter(agent)
                 signals.waits = False
                 ended = room.ended() if current is None else _take_part(job, room, current, agent, signals)
@@ -222,8 +223,10 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
                         remove_copies(job.run.checkpoint.directory or "", node)
                     return ended.code
                 if signals.leaves:
+                    room.forget([token])
                     return 0
         except _Leaving:
+            room.forget([token])
             return 0
         except RuntimeError as error:
             raise lost_store(error) from error
@@ -268,6 +271,7 @@ def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signal
         if lead is not None:
             lead.judge()
         verdict = current.verdict()
+        room.forget(current.lost())
         return None if verdict is None or verdict["again"] else room.ended()
     finally:
         beating.set()

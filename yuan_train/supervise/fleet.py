@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch.distributed import TCPStore
 
 from yuan_train.config.errors import INTERRUPTED, ConfigError
-from yuan_train.supervise.room import halt, read_end
+from yuan_train.supervise.room import halt, note_end, read_end
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,11 @@ def keep_agents(lines: Mapping[str, Sequence[str]], store: TCPStore) -> int:
             while (ended := read_end(store)) is None:
                 if asked[0]:
                     halt(store)
+                before = agents
                 agents = [_kept_alive(agent, lines[agent.node], may_start=not asked[0]) for agent in agents]
+                for agent, old in zip(agents, before, strict=True):
+                    if (agent.process is None) != (old.process is None):
+                        note_end(store, agent.node, is_gone=agent.process is None)
                 if all(agent.process is None for agent in agents):
                     if asked[0]:
                         return INTERRUPTED if asked[0] == signal.SIGINT else 0

@@ -4,6 +4,7 @@ torch's `DynamicRendezvousHandler` says who takes part in a round, notices who i
 and who waits to come in. Beside it lie, in the same c10d store,
 
 - `waits/NODE`: that an agent has come and asks to be let in;
+- `gone/NODE`: that whoever started the node's agent has seen it end;
 - `halt`: that whoever started the agents wants all to save and end;
 - `ended`: how the whole run has ended, for agents and for the command that started them;
 
@@ -16,17 +17,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -40,6 +42,11 @@ POLL_SECONDS = 0.2
 BEAT_SECONDS = 2
 BEATS_MISSED = 4
 """Heartbeats after which an agent is taken to be gone; clocks of nodes may differ by less than these."""
+GONE_SECONDS = 2.5
+"""Without a heartbeat, in which an agent whose end was seen is taken to be gone: an ssh connection may break
+while what it has started lives."""
+FORGET_TRIES = 20
+"""To change torch's state of the rendezvous, which others change too."""
 FOREVER = timedelta(days=3650)
 STORE_SECONDS = 20.0
 """In which the store answers."""
@@ -95,8 +102,9 @@ class Ended:
 class Room:
     """The store of a supervised run, and torch's rendezvous in it. Raises LostRank where it is gone."""
 
-    def __init__(self, address: tuple[str, int], *, nodes: int, grace: float) -> None:
-        """`address` is the store's; `nodes` the most that take part; `grace` how long others are waited for.
+    def __init__(self, address: tuple[str, int], token: str, *, nodes: int, grace: float) -> None:
+        """`address` is the store's; `token` this agent's; `nodes` the most that take part; `grace` how long
+        others are waited for.
 
         Raises LostRank if nobody holds a store there.
         """
@@ -107,15 +115,18 @@ class Room:
             raise LostRank(f"{address[0]}:{address[1]}: no supervisor is there ({error})") from error
         # Each agent says itself where it is reached; torch need not open a second store on the first of them.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._backend = C10dRendezvousBackend(self._store, RUN)
         self._handler = DynamicRendezvousHandler.from_backend(
             RUN,
             self._store,
-            C10dRendezvousBackend(self._store, RUN),
+            self._backend,
             min_nodes=1,
             max_nodes=nodes,
             timeout=RendezvousTimeout(join=FOREVER, last_call=timedelta(seconds=grace)),
             keep_alive_interval=BEAT_SECONDS,
             keep_alive_max_attempt=BEATS_MISSED,
+            # The name of a participant, and no address: it is found again by it.
+            local_addr=token,
         )
 
     def enter(self, agent: Agent) -> Round | None:
@@ -127,7 +138,7 @@ class Room:
             return None
         except RuntimeError as error:
             raise lost_store(error) from error
-        return Round(dist.PrefixStore("round", info.store), info.rank, info.world_size, agent)
+        return Round(self._store, dist.PrefixStore("round", info.store), info.rank, info.world_size, agent)
 
     def address(self) -> str:
         """This machine's, on the network of the store."""
@@ -147,6 +158,21 @@ class Room:
         """Note that these wait no more."""
         for node in members:
             self._store.delete_key(f"waits/{node}")
+
+    def forget(self, tokens: Sequence[str]) -> None:
+        """Take agents that are gone out of the rendezvous, which else waits for heartbeats of theirs before it
+        begins another round; torch does that where the last one is long ago."""
+        with suppress(RendezvousConnectionError):
+            for _ in range(FORGET_TRIES if tokens else 0):
+                found = self._backend.get_state()
+                if found is None:
+                    return
+                state = pickle.loads(found[0])
+                gone = [entry for entry in state.last_heartbeats if entry.addr in tokens]
+                state.last_heartbeats.update(dict.fromkeys(gone, datetime.min.replace(tzinfo=UTC)))
+                changed = self._backend.set_state(pickle.dumps(state), found[1]) if gone else None
+                if changed is None or changed[2]:
+                    return
 
     def remember(self, key: str, value: Any) -> None:
         """Keep a value for later rounds, whoever leads them."""
@@ -174,8 +200,11 @@ class Room:
 class Round:
     """A round of the rendezvous: some agents, one plan, one start of its ranks."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, agent: Agent) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, room: dist.Store, store: dist.Store, rank: int, size: int, agent: Agent) -> None:
+        """`room` is the store of all rounds, `store` this one's."""
+        self._room, self._store, self._rank, self._size = room, store, rank, size
+        self._agents: list[Agent] = []
+        """By rank, once they have said who they are."""
         self._beats = {rank: (0, time.monotonic()) for rank in range(size)}
         """Of each agent the last beat that was new, and since when it is known."""
         store.set(f"node/{rank}", json.dumps(asdict(agent)))
@@ -190,8 +219,8 @@ class Round:
         keys = [f"node/{rank}" for rank in range(self._size)]
         if not self._await(keys, BEAT_SECONDS * BEATS_MISSED):
             return None
-        agents = [Agent(**_read(self._store, key)) for key in keys]
-        return {agent.node: agent for agent in agents}
+        self._agents = [Agent(**_read(self._store, key)) for key in keys]
+        return {agent.node: agent for agent in self._agents}
 
     def give(self, order: Directive) -> None:
         """As the lead: say what all do."""
@@ -227,7 +256,13 @@ class Round:
         count, now = self._store.add(f"beat/{rank}", 0), time.monotonic()
         if count != self._beats[rank][0]:
             self._beats[rank] = (count, now)
-        return now - self._beats[rank][1] <= BEAT_SECONDS * BEATS_MISSED
+        is_gone = bool(self._agents) and self._room.check([f"gone/{self._agents[rank].node}"])
+        return now - self._beats[rank][1] <= (GONE_SECONDS if is_gone else BEAT_SECONDS * BEATS_MISSED)
+
+    def lost(self) -> tuple[str, ...]:
+        """The tokens of agents that this one has found gone: as the lead of all, else of the lead."""
+        ranks = range(self._size) if self.leads else range(1)
+        return tuple(self._agents[rank].token for rank in ranks if self._agents and not self._lives(rank))
 
     def stop(self, reason: str) -> None:
         """Have all ranks save and end."""
@@ -292,6 +327,14 @@ def read_end(store: dist.Store) -> Ended | None:
 def halt(store: dist.Store) -> None:
     """Have all agents save and end."""
     store.set("halt", "1")
+
+
+def note_end(store: dist.Store, node: str, *, is_gone: bool) -> None:
+    """Tell the agents of other nodes whether that of `node` has ended, as who has started it sees."""
+    if is_gone:
+        store.set(f"gone/{node}", "1")
+    else:
+        store.delete_key(f"gone/{node}")
 
 
 def open_store(host: str, port: int) -> dist.TCPStore:
