@@ -161,3 +161,28 @@ def test_what_a_launcher_tells_is_heard_by_the_first_rank_too() -> None:
     assert told is not None and first.report("port in use", 2) == told
     first.close()
     launcher.close()
+
+
+def test_the_roll_call_ends_once_all_but_the_ended_rank_have_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 has ended without a word; hours would be waited for a rank that only does not answer."""
+    monkeypatch.setattr(board_module, "ROLL_CALL_SECONDS", 10_000.0)
+    ended = threading.Event()
+
+    def end(board: Board) -> None:
+        board.join_ring()
+        board.close()
+        ended.set()
+
+    def find(board: Board) -> None:
+        board.join_ring()
+        assert ended.wait(60)
+        while (fault := board.look_around()) is None:
+            ended.wait(0.05)
+        raise fault.as_error()
+
+    *found, last = meet([find, find, end])
+    assert last is None
+    for error in found:
+        assert str(error).startswith("rank 2 (n/2 on ") and "does not answer" in str(error), error

@@ -387,12 +387,13 @@ class Board:
         fault = self.look()
         if fault is not None or self._next is None or not _is_closed(self._next[1]):
             return fault
-        following, _ = self._next
+        following, line = self._next
+        line.close()
         self._next = None
         with suppress(RuntimeError):
             if self._own.check([f"left/{following}"]):
                 return None
-        return self.accuse(f"the connection to rank {following} has ended")
+        return self.accuse(f"the connection to rank {following} has ended", ended=following)
 
     def look(self) -> Fault | None:
         """What ends the run, if anything does. Answers a roll call on the way."""
@@ -416,11 +417,12 @@ class Board:
         mine = self.name(self.meeting.rank) if where is None else where
         return self._write(Fault(self.meeting.rank, mine, text, exit_code, silent))
 
-    def accuse(self, text: str) -> Fault | None:
+    def accuse(self, text: str, *, ended: int | None = None) -> Fault | None:
         """Tell that this rank has lost another one, wait for the roll call, and return what ends the run.
 
         The ranks that do not answer are the culprits, whatever rank this one waited for: that one may have
-        waited for another. A rank that tells a fault of its own meanwhile wins.
+        waited for another. A rank that tells a fault of its own meanwhile wins. Of `ended` the process is
+        known to have ended: once all others have answered, there is nothing to wait for.
         """
         mine, is_first = self.name(self.meeting.rank), True
         if not self._is_gone():
@@ -428,19 +430,24 @@ class Board:
                 is_first = self._own.compare_set("lost", "", mine) == mine.encode()
         # If the first one is ended meanwhile, another one counts.
         end = time.monotonic() + ROLL_CALL_SECONDS * (1 if is_first else 1.5)
-        while time.monotonic() < end:
+        silent: list[int] = []
+        while time.monotonic() < end and silent != [ended]:
             fault = self.look()
             if fault is not None:
                 return fault
             time.sleep(POLL_SECONDS)
-        silent = []
-        with suppress(RuntimeError):
-            silent = [rank for rank in self.members if not self._own.check([f"here/{rank}"])]
+            silent = self._silent()
         if not silent:
             return self._write(Fault(self.meeting.rank, mine, text))
         who = _joined([self.name(rank) for rank in silent])
         lost = f"{'does' if len(silent) == 1 else 'do'} not answer: killed, crashed, stopped or cut off"
         return self._write(Fault(silent[0], who, f"{lost} ({mine}: {text})", silent=len(silent)))
+
+    def _silent(self) -> list[int]:
+        """The ranks that have not answered the roll call; none are known if the store does not answer."""
+        with suppress(RuntimeError):
+            return [rank for rank in self.members if not self._own.check([f"here/{rank}"])]
+        return []
 
     def tell_stop(self, why: str) -> None:
         """Tell why the run stops, although nothing has failed; the first one who does is believed."""

@@ -160,8 +160,8 @@ class Room:
             self._store.delete_key(f"waits/{node}")
 
     def forget(self, tokens: Sequence[str]) -> None:
-        """Take agents that are gone out of the rendezvous, which else waits for heartbeats of theirs before it
-        begins another round; torch does that where the last one is long ago."""
+        """Take agents that are gone out of the rendezvous, which else begins no other round while it waits
+        for heartbeats of theirs. Torch takes out whose last one is long ago."""
         with suppress(RendezvousConnectionError):
             for _ in range(FORGET_TRIES if tokens else 0):
                 found = self._backend.get_state()
