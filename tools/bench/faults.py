@@ -48,6 +48,7 @@ EVERY = 10
 """Steps between two checkpoints."""
 QUIET = 12
 """Steps between the end of one fault and the next, at least."""
+MINUTE = 60.0
 TOLERANCE, MOST_COMPARED = 1e-5, 1000
 """Of losses: by how much they may differ, relative, and how many are compared."""
 
@@ -67,20 +68,24 @@ class Fault:
     """The first entry of the journal after it."""
 
 
-@case(
-    "faults/campaign",
-    formats={"median s": ".1f", "most s": ".1f", "goodput": ".0%", "loss differs": ".0e"},
-    faults=(20,),
-    seed=(0,),
-)
+FORMATS = {"median s": ".1f", "most s": ".1f", "goodput": ".0%", "one a minute": ".0%", "loss differs": ".0e"}
+
+
+@case("faults/campaign", formats=FORMATS, faults=(20,), seed=(0,))
 def campaign(faults: int, seed: int) -> Iterator[Row]:
     """By kind of fault: how many, seconds to the next new step, steps made again, and ends without a name."""
     yield from _campaign(KINDS, faults, random.Random(seed), f"checkpoint.every={EVERY}")
 
 
+@case("faults/a_minute", formats=FORMATS, faults=(8,), seed=(0,))
+def a_minute(faults: int, seed: int) -> Iterator[Row]:
+    """The same with a fault every minute: which part of the time is left for new steps."""
+    yield from _campaign(KINDS, faults, random.Random(seed), f"checkpoint.every={EVERY}", apart=MINUTE)
+
+
 @case(
     "faults/in_memory",
-    formats={"median s": ".1f", "most s": ".1f", "goodput": ".0%", "loss differs": ".0e"},
+    formats=FORMATS,
     faults=(8,),
     seed=(0,),
     steps=(4,),
@@ -94,22 +99,27 @@ def in_memory(faults: int, seed: int, steps: int) -> Iterator[Row]:
         yield row
 
 
-def _campaign(kinds: Mapping[str, MakeFault], faults: int, chance: random.Random, more: str) -> Iterator[Row]:
-    """Make faults of some kinds, one after another; `more` changes the run."""
+def _campaign(
+    kinds: Mapping[str, MakeFault], faults: int, chance: random.Random, more: str, *, apart: float = 0.0
+) -> Iterator[Row]:
+    """Make faults of some kinds, one after another, `apart` seconds from each other at least; `more` changes
+    the run."""
     with tempfile.TemporaryDirectory() as name:
         project, folder = Path(name) / "project", Path(name) / "run"
         project.mkdir()
         folder.mkdir()
         make_supervised(project, CARDS, steps=1)
-        started = time.monotonic()
         with supervised(project, folder, more, "train.timeout=10 s", *words(1_000_000)) as process:
             found: list[Fault] = []
+            _await(lambda: steps_done(folder) or None, 2 * LIMIT)
+            first = time.monotonic()
             while len(found) < faults and (not found or found[-1].seconds < LIMIT):
                 found.append(make_fault(folder, chance, kinds))
                 print(found[-1], file=sys.stderr, flush=True)
+                time.sleep(max(0.0, first + apart * len(found) - time.monotonic()))
+            seconds = time.monotonic() - first
             process.send_signal(signal.SIGTERM)
             code = process.wait(timeout=2 * LIMIT)
-        seconds = time.monotonic() - started
         yield from _rows(found)
         yield _whole_row(project, folder, found, code=code, seconds=seconds)
 
@@ -230,6 +240,7 @@ def _whole_row(project: Path, folder: Path, found: list[Fault], *, code: int, se
     saved = folder / "checkpoints"
     torn = [step for step in steps_in(saved) if any(faults_of(saved / step_name(step)))]
     useful = len(lines) * statistics.median(line["step_seconds"] for line in lines)
+    lost = seconds - useful
     faults = [f"exit code {code}"] * (code != 0) + [f"torn checkpoints {torn}"] * bool(torn)
     faults += [f"losses differ by {differs:.1e}"] * (differs > TOLERANCE)
     faults += ["steps are missing"] * ([line["step"] for line in lines] != list(range(1, len(lines) + 1)))
@@ -237,6 +248,8 @@ def _whole_row(project: Path, folder: Path, found: list[Fault], *, code: int, se
         "fault": f"all, {seconds:.0f} s, {len(lines)} steps",
         "times": len(found),
         "goodput": useful / seconds,
+        # By what a fault has cost in the mean, with the start of what comes back.
+        "one a minute": 1 - lost / len(found) / MINUTE,
         "loss differs": differs,
         MISSED: "; ".join(faults),
     }
