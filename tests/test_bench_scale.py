@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tools.bench.scale import Shape, fake_ranks, make_plan, measure, measure_index, write_index
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import make_groups
-
-TOOL = Path(__file__).parents[1] / "tools/bench_scale.py"
-
-
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("bench_scale", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_scale"] = module  # Its dataclasses look themselves up.
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench_scale"]
 
 
 @pytest.mark.parametrize(
@@ -42,26 +28,19 @@ def tool():
     ],
 )
 def test_a_rank_is_in_few_groups(
-    tool,
-    tmp_path: Path,
-    shape: tuple[int, int, int],
-    rank: int,
-    library: str,
-    num_groups: int,
-    num_reductions: int,
+    tmp_path: Path, shape: tuple[int, int, int], rank: int, library: str, num_groups: int, num_reductions: int
 ) -> None:
-    small = tool.Shape(*shape, num_micro_batches=2)
-    row = tool.measure(small, rank, tmp_path, library=library, steps=2)
-    assert (row.num_groups, row.num_reductions) == (num_groups, num_reductions)
-    assert row.rest_seconds > 0 and row.micro_batches_seconds > 0
+    row = measure(Shape(*shape, num_micro_batches=2), rank, tmp_path, library=library, steps=2)
+    assert (row["groups"], row["operations"]) == (num_groups, num_reductions)
+    assert row["rest ms"] > 0 and row["micro-batches ms"] > 0
 
 
-def test_a_group_has_one_name_on_all_its_ranks(tool) -> None:
+def test_a_group_has_one_name_on_all_its_ranks() -> None:
     """Under its name, which is a number, its ranks find each other; each rank makes only its own groups."""
-    grid = Grid(tool.make_plan(tool.Shape(3, 2, 2, num_micro_batches=2)))
+    grid = Grid(make_plan(Shape(3, 2, 2, num_micro_batches=2)))
     names: dict[tuple[object, tuple[int, ...]], list[str]] = {}
     for rank in range(12):
-        with tool.fake_ranks(12, rank):
+        with fake_ranks(12, rank):
             groups = make_groups(grid, device=CPU, timeout_seconds=1)
             found: dict[object, Any] = {**groups.edges, **groups.owners, "tensor": groups.replica}
             for key, transport in found.items():
@@ -75,11 +54,11 @@ def test_a_group_has_one_name_on_all_its_ranks(tool) -> None:
     assert len({given[0] for given in names.values()}) == len(names)
 
 
-def test_an_index_is_measured(tool, tmp_path: Path) -> None:
-    tool.write_index(tmp_path / "corpus", 100_000)
+def test_an_index_is_measured(tmp_path: Path) -> None:
+    write_index(tmp_path / "corpus", 100_000)
     for _ in range(2):
-        seconds, taken = tool.measure_index(str(tmp_path / "corpus"))
-        assert seconds > 0 and taken < 50 << 20
+        row = measure_index(tmp_path / "corpus")
+        assert row["first batch s"] > 0 and row["private MiB"] < 50
     assert {path.name.partition("-")[0] for path in (tmp_path / "corpus.cache").iterdir()} >= {
         "checked",
         "order",

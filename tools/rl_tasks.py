@@ -18,11 +18,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+CONFIG = Path(__file__).resolve().parents[1] / "configs/run/rl-tiny.yaml"
 EQUALS, END = 10, 11
+REWARDS = {"right": 1.0, "ends": 0.2}
 STEPS = {"sum": 150, "copy": 40, "successor": 100}
 
 
@@ -80,40 +82,38 @@ def make(task: str, path: Path) -> None:
     path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts_of(task)), encoding="utf-8")
 
 
+def run_words(
+    folder: Path, task: str, changes: Sequence[str], rewards: Mapping[str, float] = REWARDS
+) -> list[str]:
+    """The run of a task with weighted rewards, both of this file, as all commands get it."""
+    make(task, folder / "prompts.jsonl")
+    functions = ", ".join(f"{{python: '{__file__}:{name}', weight: {w}}}" for name, w in rewards.items())
+    return [
+        *("--config", str(CONFIG), f"data.prompts=[{{file: '{folder / 'prompts.jsonl'}'}}]"),
+        f"reward.functions=[{functions}]",
+        *("data.evaluation=", "evaluation.every=0", "checkpoint.directory=", "train.device=cpu", *changes),
+    ]
+
+
+def rewards(folder: Path) -> list[float]:
+    """The mean reward of each step of a run whose log is there."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["reward"] for line in lines]
+
+
 def learn(task: str, seed: int, folder: Path, overrides: list[str]) -> tuple[float, float]:
     """Train on a task; the mean reward of the first step, and of the last 20 steps. Raises SystemExit."""
     from yuan_train.cli.main import main as yuan_train
 
-    prompts, root = folder / f"{task}.jsonl", Path(__file__).resolve().parents[1]
-    make(task, prompts)
-    functions = [f"{{python: '{__file__}:right'}}", f"{{python: '{__file__}:ends', weight: 0.2}}"]
-    more: list[str] = []
+    own = [f"train.seed={seed}", f"train.steps={STEPS[task]}", f"log.directory={folder}", "log.every=50"]
+    own.append("train.device=auto")
     if task == "successor":
-        functions = []
-        more = [f"environment={__file__}:Successor", "generation.max_new_tokens=6"]
-    code = yuan_train(
-        [
-            "rl",
-            "--config",
-            str(root / "configs/run/rl-tiny.yaml"),
-            f"data.prompts=[{{file: '{prompts}'}}]",
-            "data.evaluation=",
-            "evaluation.every=0",
-            f"reward.functions=[{', '.join(functions)}]",
-            *more,
-            f"train.seed={seed}",
-            f"train.steps={STEPS[task]}",
-            f"log.directory={folder}",
-            "log.every=50",
-            "checkpoint.directory=",
-            *overrides,
-        ]
-    )
-    if code:
+        own += [f"environment={__file__}:Successor", "generation.max_new_tokens=6"]
+    words = run_words(folder, task, [*own, *overrides], {} if task == "successor" else REWARDS)
+    if code := yuan_train(["rl", *words]):
         raise SystemExit(code)
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [json.loads(line)["reward"] for line in lines]
-    return rewards[0], statistics.fmean(rewards[-20:])
+    found = rewards(folder)
+    return found[0], statistics.fmean(found[-20:])
 
 
 def main(arguments: list[str] | None = None) -> int:

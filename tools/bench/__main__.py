@@ -6,16 +6,19 @@ import tools.bench.executor
 import tools.bench.experts
 import tools.bench.faults
 import tools.bench.generation
+import tools.bench.kernels
 import tools.bench.overlap
 import tools.bench.planner
 import tools.bench.policies
 import tools.bench.residence
 import tools.bench.rl
 import tools.bench.roles
+import tools.bench.scale
 import tools.bench.serve
 import tools.bench.tiers
 import tools.bench.training
 import tools.bench.watch  # noqa: F401 (they register their cases)
+import tools.bench.trl  # noqa: F401 (they register their cases)
 from tools.bench.harness import main
 
 sys.exit(main())

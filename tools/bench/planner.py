@@ -1,4 +1,4 @@
-"""Benchmarks of the planner: search time, whether more choice makes plans slower, plans over the tiers."""
+"""Benchmarks of the planner: search time, what effort gains, whether choice makes plans slower, tiers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tools.bench.harness import MISSED, Row, case, cost
-from tools.bench.problems import SIZES, TIER_CASES, TierCase, large_problem, small_problem
+from tools.bench.problems import (
+    NAMED,
+    SIZES,
+    TIER_CASES,
+    TierCase,
+    large_problem,
+    mixed_problem,
+    small_problem,
+)
 from yuan_train.config.devices import GIB
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.plan import Plan
-from yuan_train.config.run import SearchConfig
+from yuan_train.config.run import Effort, SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.search_result import SearchResult
@@ -58,6 +66,28 @@ def search_time(cards: int, irregular: bool) -> Row:
     plan = best.plan
     shape = f"{len(plan.pipelines)} x {len(plan.pipelines[0].stages)}"
     return row | {"cards used": plan.world_size, "pipelines x stages": shape}
+
+
+@case(
+    "planner/effort",
+    formats={"CPU s": ".1f", "step s": ".4g", "gain": ".2%"},
+    costs={"CPU s": 0.15, "step s": 0.002},
+    cluster=tuple(NAMED),
+    effort=("normal",),
+)
+def effort(cluster: str | int, effort: Effort) -> Row:
+    """The plan of a mixed cluster, named or the random one of a seed, and what more effort gains
+    (`cluster=[200,201] effort=thorough`: beside one of normal effort)."""
+    problem = mixed_problem(cluster)
+
+    def found(effort: Effort) -> float:
+        plan = _plan(problem, SearchConfig(time_limit=3600.0, simplicity=0.0, effort=effort))
+        return plan.best.step_seconds if plan else math.inf
+
+    row: Row = {"cluster": cluster, "effort": effort, "cards": len(problem.cluster.cards)}
+    with cost(row):
+        row["step s"] = found(effort)
+    return row if effort == "normal" else row | {"gain": 1 - row["step s"] / found("normal")}
 
 
 @case("planner/choice", formats={"slower by": ".2%", "CPU s": ".1f"}, seed=tuple(range(60)), chains=(2,))

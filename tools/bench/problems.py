@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
@@ -95,6 +95,86 @@ def small_problem(seed: int) -> PlanProblem:
     )
 
 
+NAMED = {
+    "h100-a10-4090": ("2x8 H100-80G, 5 A10, 6 RTX-4090", "qwen2.5-7b", 64, 12.5),
+    "4090-h200": ("2x8 RTX-4090, 8 H200", "qwen2.5-32b", 256, 1.25),
+    "a100-h200-h100-4090": ("2x5 A100-80G, 3x4 H200, 6 H100-80G, 2x3 RTX-4090", "qwen2.5-32b", 128, 12.5),
+    "l40s-a100-a10-2080ti": ("2 L40S, 1 A100-80G, 3 A10, 2x4 RTX-2080Ti", "qwen2.5-7b", 32, 3.1),
+    "l20-3090-a40": ("2x4 L20, 2x6 RTX-3090, 4 A40", "qwen2.5-7b", 32, 12.5),
+    "h100-3080-4090-p100": ("2x4 H100-80G, 7 RTX-3080, 2x4 RTX-4090, 8 P100", "qwen2.5-1.5b", 64, 12.5),
+    "l20-v100-h100": ("3x4 L20, 4 V100-32G, 2x7 H100-80G", "qwen2.5-7b", 64, 12.5),
+    "p100-h100-a100": ("2x3 P100, 6 H100-80G, 2x5 A100-80G", "qwen2.5-14b", 64, 3.1),
+    "a40-v100-3080": ("3x6 A40, 5 V100-16G, 3x6 RTX-3080", "qwen2.5-3b", 32, 12.5),
+    "l40s-h100": ("3x2 L40S, 2x8 H100-80G", "qwen2.5-14b", 64, 12.5),
+    "a100-40g": ("2x7 A100-40G", "qwen2.5-7b", 64, 12.5),
+}
+"""Cluster, model, sequences per step, GB/s of the network."""
+FAST_LINKS = ("H100-80G", "H200", "A100-80G", "A100-40G", "V100-16G", "V100-32G")
+RANDOM_TYPES = (*FAST_LINKS, "A10", "A40", "L20", "L40S", "RTX-3080", "RTX-3090", "RTX-4090", "T4", "P100")
+RANDOM_MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+BYTES_PER_PARAMETER = 24
+"""Of memory of all cards together; a random model takes no more."""
+
+
+def mixed_problem(cluster: str | int) -> PlanProblem:
+    """Of a named cluster, or of the random one of a seed."""
+    if isinstance(cluster, int):
+        return _random_problem(cluster)
+    words, model, batch, network = NAMED[cluster]
+    nodes: list[tuple[int, int, str]] = []
+    for part in words.split(", "):
+        numbers, kind = part.split()
+        count, _, each = numbers.rpartition("x")
+        nodes.append((int(count or 1), int(each), kind))
+    return _problem_of(nodes, _model(model), batch, network)
+
+
+def _random_problem(seed: int) -> PlanProblem:
+    """2 to 54 cards of 1 to 4 types in nodes of 1 to 8, and a model that should fit them."""
+    chance = random.Random(seed)
+    kinds = chance.sample(RANDOM_TYPES, chance.randint(1, 4))
+    nodes = [(chance.randint(1, 3), chance.randint(1, 8), kind) for kind in kinds]
+    while not 2 <= sum(count * each for count, each, _ in nodes) <= 54:
+        i = chance.randrange(len(nodes))
+        nodes[i] = (chance.randint(1, 3), chance.randint(1, 8), nodes[i][2])
+    network, batch = chance.choice([1.25, 3.1, 12.5, 25.0]), chance.choice([7, 16, 32, 64, 128])
+    models = [_model(name) for name in RANDOM_MODELS]
+    bare = _problem_of(nodes, models[0], batch, network)
+    memory = sum(bare.cluster.device_type(card.type).memory for card in bare.cluster.cards)
+    fitting = [m for m in models if sum(m.unit_parameters) * BYTES_PER_PARAMETER < memory] or models[:1]
+    return replace(bare, model=chance.choice(fitting[-3:]))
+
+
+def _model(name: str) -> ModelConfig:
+    return load_model(f"configs/model/{name}.yaml")
+
+
+def _problem_of(
+    nodes: Sequence[tuple[int, int, str]], model: ModelConfig, batch: int, network: float
+) -> PlanProblem:
+    """Nodes (count, cards, type) on a network of so many GB/s; fp16 where a card lacks bf16."""
+    groups = tuple(
+        NodeGroup(
+            name=f"{kind.lower()}{i}",
+            count=count,
+            device=kind,
+            devices=each,
+            link=Link(bandwidth=300e9 if kind in FAST_LINKS else 20e9, latency=5e-6),
+            network=Link(bandwidth=network * 1e9, latency=1e-5),
+        )
+        for i, (count, each, kind) in enumerate(nodes)
+    )
+    cluster = Cluster(name="mixed", nodes=groups)
+    has_bf16 = all(cluster.device_type(kind).bf16 is not None for _, _, kind in nodes)
+    return PlanProblem(
+        cluster=cluster,
+        model=model,
+        sequence_length=4096,
+        global_batch_size=batch,
+        precision="bf16" if has_bf16 else "fp16",
+    )
+
+
 @dataclass(frozen=True)
 class TierCase:
     """A model on cards of these types, of each node a type and a count; catalogue rates, 4,096 tokens, bf16,
@@ -128,7 +208,7 @@ class TierCase:
             cluster = Cluster(name="case", nodes=nodes)
         return PlanProblem(
             cluster=cluster,
-            model=load_model(f"configs/model/{self.model}.yaml"),
+            model=_model(self.model),
             sequence_length=4096,
             global_batch_size=self.sequences,
             precision="bf16",

@@ -11,20 +11,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools import rl_tasks
-from tools.bench.harness import MISSED, ROOT, Row, case
+from tools.bench.harness import MISSED, Row, case
+from tools.rl_tasks import CONFIG, run_words
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
 from yuan_train.planner.roles.play import FlowTimes, Play, play
 
-CONFIG = ROOT / "configs/run/rl-tiny.yaml"
 NEARNESS = 0.15
 """The largest error of a forecast of a step, and of an idle share."""
 
@@ -36,19 +35,6 @@ def call(*words: str | Path) -> str:
     if done.returncode:
         raise SystemExit(done.stderr)
     return done.stdout
-
-
-def run_words(folder: Path, task: str, rewards: Mapping[str, float], changes: Sequence[str]) -> list[str]:
-    """The run of a task with weighted rewards, both of tools/rl_tasks.py, as all commands get it."""
-    rl_tasks.make(task, folder / "prompts.jsonl")
-    file = Path(rl_tasks.__file__).resolve()
-    functions = ", ".join(f"{{python: '{file}:{name}', weight: {w}}}" for name, w in rewards.items())
-    return [
-        *("--config", str(CONFIG), *changes),
-        f"data.prompts=[{{file: '{folder / 'prompts.jsonl'}'}}]",
-        f"reward.functions=[{functions}]",
-        *("data.evaluation=", "evaluation.every=0", "checkpoint.directory=", "train.device=cpu"),
-    ]
 
 
 def launch(plan: Path, log: Path, words: Sequence[str], steps: int) -> list[dict[str, Any]]:
@@ -134,7 +120,7 @@ def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
 
 def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps: int) -> Measured:
     save_rl_plan(folder / "plan.yaml", roles_plan(cards, staleness=staleness, changes=CHANGES))
-    words = run_words(folder, "sum", {"right": 1.0}, CHANGES)
+    words = run_words(folder, "sum", CHANGES, {"right": 1.0})
     lines = launch(folder / "plan.yaml", folder / "log", words, steps)
     later = lines[WARM_UP:]
     used = 16 * len(lines) + sum(line["groups_filtered"] + line["groups_failed"] for line in lines)
@@ -209,7 +195,7 @@ def reward(seed: int, mode: str, steps: int, rate: float) -> Row:
         folder = Path(name)
         plan = roles_plan((1.0, 1.0), staleness=MODES[mode], changes=changes)
         save_rl_plan(folder / "plan.yaml", plan)
-        words = run_words(folder, "copy", {"right": 1.0, "ends": 0.2}, changes)
+        words = run_words(folder, "copy", changes)
         lines = launch(folder / "plan.yaml", folder / "log", words, steps)
     row: Row = {"seed": seed, "mode": mode, "reward": mean(lines[-LAST:], "reward")}
     return row | {"oldest": max(line["staleness_max"] for line in lines)}
@@ -249,7 +235,7 @@ def forecast(fast: float, slow: float, steps: int, warm_up: int) -> Iterator[Row
     """Two unlike cards profiled, planned in three ways, launched: steps, parts, idle shares; forecasts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        words = run_words(folder, "sum", {"varied": 1.0}, LARGER)
+        words = run_words(folder, "sum", LARGER, {"varied": 1.0})
         for name, nodes in (("fast", ("fast",)), ("slow", ("slow",)), ("both", ("fast", "slow"))):
             text = CLUSTER.format(fast=fast, slow=slow) + "".join(NODE.format(name=node) for node in nodes)
             (folder / f"{name}.yaml").write_text(text)

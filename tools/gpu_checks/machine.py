@@ -255,24 +255,23 @@ def doctor(bench: Bench) -> Verdict:
 
 
 def kernels(bench: Bench) -> Verdict:
-    """The rows of tools/bench_kernels.py: our forms beside torch's, with bytes."""
-    tables = bench.pick(["filter", "norm", "cross_entropy", "layer"], ["norm"])
-    words = ["--device", bench.device.type, "--repeats", str(bench.pick(7, 1)), "--only", *tables]
-    log = bench.folder / "kernels.md"
-    with log.open("w") as file:
-        done = subprocess.run(
-            [sys.executable, str(Path("tools") / "bench_kernels.py"), *words],
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    print(done.stderr, flush=True)
-    if "ModuleNotFoundError" in done.stderr:
-        return None, done.stderr.strip().splitlines()[-1]
-    rows = [line for line in log.read_text().splitlines() if line.startswith("| ")]
-    bench.note(rows=rows)
-    return done.returncode == 0 and len(rows) > len(tables), f"{len(rows) - len(tables)} rows in kernels.md"
+    """The rows of tools/bench/kernels.py: our forms beside torch's, with bytes."""
+    try:
+        from tools.bench import harness, kernels
+    except ModuleNotFoundError as error:
+        return None, str(error)
+    log, count = bench.folder / "kernels.md", 0
+    cases = (kernels.localized_filter, kernels.norm, kernels.cross_entropy, kernels.layer)
+    wanted = bench.pick(cases, (kernels.norm,))
+    for name in [name for name, one in harness.CASES.items() if one.measure in wanted]:
+        words = [f"device={bench.device.type}", f"repeats={bench.pick(7, 1)}"]
+        found = [harness.measure_here(name, given) for given in harness.combinations(name, words)]
+        rows = [row for own in found for row in own]
+        with log.open("a") as file:
+            print(f"{name}\n\n{harness.table(name, rows)}\n", file=file)
+        bench.note(rows=rows)
+        count += len(rows)
+    return count > 0, f"{count} rows in kernels.md"
 
 
 def sanitizer(bench: Bench) -> Verdict:

@@ -1,4 +1,4 @@
-"""python tools/bench_scale.py: what one rank of 1,024 and of 8,192 costs its host, on a fake process group.
+"""Benchmarks of one rank among 1,024 and 8,192, on a fake process group: what it costs its host.
 
 Nothing is sent: the groups are made, and their operations return at once. So the figures are one rank's own:
 seconds and private memory of its set-up (the plan file, the data, the comparison of jobs, groups, buckets),
@@ -8,20 +8,13 @@ the least of the steps: other programs, which share caches and the cores of a vi
 Steps are taken with the operations that gloo gets, one for each range of a slice, and with those of nccl, one
 for all ranges if they are equal. What torch itself takes of the reductions is measured by starting those of a
 step again, without anything around them.
-
-`--documents` also writes an index of so many documents (20 bytes each, deleted afterwards), and measures a
-rank that maps it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import gc
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tools.bench.harness import Row, case
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import load_plan, save_plan
@@ -86,39 +80,6 @@ class Shape:
     @property
     def num_ranks(self) -> int:
         return self.pipelines * self.stages * self.width
-
-
-SHAPES = (Shape(16, 8, 8), Shape(64, 16, 1), Shape(128, 8, 8), Shape(512, 16, 1))
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one rank costs: seconds of processor time (in a step its thread's), bytes of private memory."""
-
-    rank: int
-    setup_seconds: float
-    plan_seconds: float
-    """Of the set-up: reading and checking the plan file."""
-    setup_bytes: int
-    num_groups: int
-    model_seconds: float
-    """The forwards and backwards of the model that computes nothing, of a step."""
-    micro_batches_seconds: float
-    """The executor and its messages, without the model."""
-    reduction_seconds: float
-    """Starting and ending the gradient reductions and the weight sync."""
-    rest_seconds: float
-    """Everything else: the feed, AdamW, norm, loss; of a step that is not logged."""
-    num_reductions: int
-    """Operations of torch.distributed that the reductions and the weight sync are made of."""
-    torch_seconds: float
-    """What torch takes to start these and to wait for them, when nothing else is done."""
-
-    @property
-    def host_seconds(self) -> float:
-        """A step's, without the model and without what the fake group itself does."""
-        ours = self.micro_batches_seconds + self.reduction_seconds + self.rest_seconds
-        return ours - self.torch_seconds
 
 
 def make_plan(shape: Shape) -> Plan:
@@ -226,6 +187,45 @@ def fake_ranks(num_ranks: int, rank: int, *, library: str = "gloo") -> Iterator[
         dist.destroy_process_group()
 
 
+@case(
+    "scale/rank",
+    formats={
+        **{"ranks": ",", "rank": ",", "set-up s": ".2f", "of that, plan file s": ".2f", "private MiB": ".0f"},
+        **dict.fromkeys(("micro-batches ms", "rest ms", "step ms"), ".1f"),
+        **dict.fromkeys(("reductions ms", "fake group's ms"), ".2f"),
+    },
+    costs={"set-up s": 0.3, "step ms": 0.3},
+    shape=((16, 8, 8), (64, 16, 1), (128, 8, 8), (512, 16, 1)),
+    place=(0.0, 0.5, 1.0),
+    library=("gloo", "nccl"),
+)
+def rank(shape: Sequence[int], place: float, library: str) -> Row:
+    """Set-up and 30 steps of the first rank, of one behind the middle, or of the last, of 32 micro-batches.
+
+    `shape`: pipelines, their stages, ranks of each; what the fake group itself takes is no part of `step ms`.
+    """
+    large = Shape(*shape)
+    with tempfile.TemporaryDirectory() as folder:
+        # Modules are imported and torch is warm: that is no cost of the number of ranks.
+        measure(Shape(2, 2, 1), 0, Path(folder), library=library, steps=1)
+        number = min(int(place * large.num_ranks) + (0 < place < 1), large.num_ranks - 1)
+        return measure(large, number, Path(folder), library=library)
+
+
+@case(
+    "scale/index",
+    formats={"documents": ",", "first batch s": ".2f", "private MiB": ".1f"},
+    documents=(100_000_000,),
+)
+def index(documents: int) -> Iterator[Row]:
+    """A rank that maps an index of so many documents (20 bytes each): the first of a node, and another."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = Path(folder) / "corpus"
+        write_index(prefix, documents)
+        for name in ("the first, writes the files", "another, maps them"):
+            yield {"documents": documents, "rank of the node": name} | measure_index(prefix)
+
+
 def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", steps: int = STEPS) -> Row:
     """Set up one rank of a plan of this shape, run steps, and say what that took."""
     save_plan(folder / "plan.yaml", make_plan(shape))
@@ -251,7 +251,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
 
         model = [_Timer(NullStage, "forward"), _Timer(torch.autograd, "backward")]
         timers = [_Timer(Executor, "run"), *(_Timer(OwnedState, name) for name in REDUCTION), *model]
-        rows: list[tuple[float, ...]] = []
+        turns: list[tuple[float, ...]] = []
         with trainer.feed:
             for step in range(steps):
                 with contextlib.ExitStack() as stack:
@@ -262,26 +262,29 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
                     total = time.thread_time() - start
                 run_, started, *ended, forward, backward = [timer.read() for timer in timers]
                 null = forward + backward
-                rows.append((null, run_ - started - null, started + sum(ended), total - run_ - sum(ended)))
+                turns.append((null, run_ - started - null, started + sum(ended), total - run_ - sum(ended)))
             reductions = _Recorder()
             with reductions.running():
                 take_step(steps)
             torch_seconds = min(reductions.repeat() for _ in range(steps))
         number = _num_groups(trainer.runtime.groups, rank)
-    null, micro_batches, reduction, rest = map(min, zip(*rows[min(WARM_UP, steps - 1) :], strict=True))
-    return Row(
-        rank=rank,
-        setup_seconds=setup_seconds,
-        plan_seconds=plan_seconds,
-        setup_bytes=setup_bytes,
-        num_groups=number,
-        model_seconds=null,
-        micro_batches_seconds=micro_batches,
-        reduction_seconds=reduction,
-        rest_seconds=rest,
-        num_reductions=len(reductions.calls),
-        torch_seconds=torch_seconds,
-    )
+    _, micro_batches, reduction, rest = map(min, zip(*turns[min(WARM_UP, steps - 1) :], strict=True))
+    return {
+        "ranks": shape.num_ranks,
+        "plan": f"{shape.pipelines} x {shape.stages} x {shape.width}",
+        "rank": rank,
+        "operations of": library,
+        "set-up s": setup_seconds,
+        "of that, plan file s": plan_seconds,
+        "private MiB": setup_bytes / 2**20,
+        "groups": number,
+        "micro-batches ms": micro_batches * 1e3,
+        "reductions ms": reduction * 1e3,
+        "rest ms": rest * 1e3,
+        "operations": len(reductions.calls),
+        "fake group's ms": torch_seconds * 1e3,
+        "step ms": (micro_batches + reduction + rest - torch_seconds) * 1e3,
+    }
 
 
 def _without_model(trainer: Trainer) -> Trainer:
@@ -405,76 +408,10 @@ def write_index(prefix: Path, num_documents: int) -> None:
         file.truncate(num_bytes)
 
 
-def measure_index(prefix: str) -> tuple[float, int]:
-    """Seconds of processor time to the first batch of a corpus, and the private bytes that this takes."""
+def measure_index(prefix: Path) -> Row:
+    """Seconds of processor time to the first batch of a corpus, and the private memory that this takes."""
     held, start = private_bytes(), time.process_time()
-    blend = open_corpora([(prefix, 1.0)], sequence_length=4096, seed=1, vocab_size=None)
+    blend = open_corpora([(str(prefix), 1.0)], sequence_length=4096, seed=1, vocab_size=None)
     blend.batch(0, 4)
-    return time.process_time() - start, private_bytes() - held
-
-
-def main() -> None:
-    """Print one table of set-up and steps, and one of the index if `--documents` is given."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--documents", type=float, default=0, help="such as 1e8: 2 GB, and 1.2 GB of order")
-    parser.add_argument("--folder", type=Path, help="where the index is written; default: a temporary folder")
-    parser.add_argument("--only", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.only:
-        print(json.dumps(_run_only(json.loads(options.only))))
-        return
-    print(
-        "| ranks | pipelines x stages x width | rank | set-up s | of that, plan file s | private MiB "
-        "| groups | operations of | 32 micro-batches ms | reductions, weight sync ms | rest of the step ms "
-        "| reductions: operations | of their ms, torch's own | step without it ms |"
-    )
-    print("|--:|---" + "|--:" * 5 + "|---" + "|--:" * 6 + "|")
-    for shape in SHAPES:
-        for rank in (0, shape.num_ranks // 2 + 1, shape.num_ranks - 1):
-            for library in ("gloo", "nccl"):
-                case = {"shape": dataclasses.asdict(shape), "rank": rank, "library": library}
-                row = Row(**_in_process(case))
-                print(
-                    f"| {shape.num_ranks:,} | {shape.pipelines} x {shape.stages} x {shape.width} | {rank:,} "
-                    f"| {row.setup_seconds:.2f} | {row.plan_seconds:.2f} | {row.setup_bytes / 2**20:.0f} "
-                    f"| {row.num_groups} | {library} | {row.micro_batches_seconds * 1e3:.1f} "
-                    f"| {row.reduction_seconds * 1e3:.2f} | {row.rest_seconds * 1e3:.1f} "
-                    f"| {row.num_reductions} | {row.torch_seconds * 1e3:.2f} "
-                    f"| {row.host_seconds * 1e3:.1f} |",
-                    flush=True,
-                )
-    if options.documents:
-        _print_index(int(options.documents), options.folder)
-
-
-def _print_index(num_documents: int, parent: Path | None) -> None:
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        prefix = Path(folder) / "corpus"
-        write_index(prefix, num_documents)
-        print("\n| documents | process of the node | first batch s | private MiB |\n|--:|---|--:|--:|")
-        for name in ("first, writes the files", "another, maps them"):
-            seconds, taken = _in_process({"index": str(prefix)})
-            print(f"| {num_documents:,} | {name} | {seconds:.2f} | {taken / 2**20:.0f} |", flush=True)
-
-
-def _in_process(case: dict[str, Any]) -> Any:
-    """Measured in a process of its own, so that no memory is left over from the case before."""
-    command = [sys.executable, __file__, "--only", json.dumps(case)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
-def _run_only(case: dict[str, Any]) -> Any:
-    torch.set_num_threads(1)
-    if "index" in case:
-        return measure_index(case["index"])
-    with tempfile.TemporaryDirectory() as folder:
-        # Modules are imported and torch is warm: that is no cost of the number of ranks.
-        measure(Shape(2, 2, 1), 0, Path(folder), library=case["library"], steps=1)
-        shape, rank, library = Shape(**case["shape"]), case["rank"], case["library"]
-        return dataclasses.asdict(measure(shape, rank, Path(folder), library=library))
-
-
-if __name__ == "__main__":
-    main()
+    seconds = time.process_time() - start
+    return {"first batch s": seconds, "private MiB": (private_bytes() - held) / 2**20}
