@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.yuan_hf import GOLDEN, copy_of
+from tests.support.yuan_hf import GOLDEN, Evil, copy_of
 from yuan_train.checkpoint import hf
 from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import find_checkpoint
@@ -197,16 +196,6 @@ VALUES = st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.tex
 )
 def test_fuzzed_configs(tmp_path: Path, changes: dict[str, Any]) -> None:
     import_or_refuse(copy_of(tmp_path / "hf", config=changes), tmp_path / "out")
-
-
-class Evil:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 @pytest.mark.parametrize("legacy", [False, True])

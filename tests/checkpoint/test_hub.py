@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.hf_decoders import write_llama
+from tests.support.spawn import start_command
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.cli.main import main
 
@@ -74,32 +72,34 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     thread.join()
 
 
-def test_a_name_is_fetched(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+def test_a_name_is_fetched(
+    hub: tuple[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No code comes along; the model is called as on the Hub; a name that is not there says what to do."""
     address, fetched = hub
     own = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | own
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    said = tmp_path / "said"
 
-    def run(name: str, out: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "yuan_train", "import-hf", name, "--out", str(tmp_path / out)]
-        return subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    def run(name: str, out: str) -> tuple[int, str]:
+        words = ["import-hf", name, "--out", tmp_path / out]
+        command = start_command(words, tmp_path / "stderr", stdout=said, environment=own, cwd=tmp_path)
+        return command.wait(within_seconds=120)
 
-    done = run(NAME, "runs")
-    assert done.returncode == 0, done.stderr
+    code, error = run(NAME, "runs")
+    assert code == 0, error
     found = find_checkpoint(tmp_path / "runs")
     assert found.model.name == "tiny-llama" and found.tokenizer is not None
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(fetched)
     assert "evil.py" not in fetched
-    assert f"checkpoint: {tmp_path / 'runs'}" in done.stdout and "yuan-train init" in done.stdout
+    assert f"checkpoint: {tmp_path / 'runs'}" in said.read_text() and "yuan-train init" in said.read_text()
     own["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    environment.update(own)
-    alone = run("example/absent", "other")
-    assert alone.returncode == 2 and "http://127.0.0.1:9 is not reached from here" in alone.stderr
-    assert "hf download" in alone.stderr and "object at" not in alone.stderr and len(alone.stderr) < 500
-    environment["HF_ENDPOINT"] = address
-    absent = run("example/absent", "other")
-    assert absent.returncode == 2
-    assert "the Hub does not give it" in absent.stderr and "hf download example/absent" in absent.stderr
+    code, error = run("example/absent", "other")
+    assert code == 2 and "http://127.0.0.1:9 is not reached from here" in error
+    assert "hf download" in error and "object at" not in error and len(error) < 500
+    own["HF_ENDPOINT"] = address
+    code, error = run("example/absent", "other")
+    assert code == 2 and "the Hub does not give it" in error and "hf download example/absent" in error
     assert not (tmp_path / "other").exists()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import os
 import sys
 import types
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.yuan_hf import GOLDEN
+from tests.support.yuan_hf import GOLDEN, Evil
 from yuan_train.checkpoint.hf import import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.checkpoint.megatron import FILE, export_megatron, import_megatron, join_shards, take_shard
@@ -155,16 +154,6 @@ def test_other_content_is_ignored(tiny: Checkpoint, tmp_path: Path, monkeypatch:
     assert "megatron" not in sys.modules
     found = weights_of(find_checkpoint(tmp_path / "back"))
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights_of(tiny).items())
-
-
-class Evil:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 def encoder_of(content: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -104,15 +105,25 @@ host, *words = sys.argv[1:]
 if host.startswith("lost"):
     sys.exit("ssh: connect to host lost port 22: No route to host")
 print("Welcome to " + host, flush=True)
-os.execvp("sh", ["sh", "-c", " ".join(words)])
+os.execvp("sh", ["sh", "-c", " ".join(words) if host == "me@n1" else "cat {answer}"])
 """
 
 
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with what the doctor of this machine answers."""
+    path = tmp_path_factory.mktemp("doctor") / "answer.json"
+    with path.open("w") as file, redirect_stdout(file):
+        main(["doctor", "--json", "--hidden-size", "64"])
+    return path
+
+
 @pytest.fixture
-def ssh(tmp_path: Path) -> str:
-    """Stands for ssh: runs the command here; `lost...` are not reached."""
+def ssh(tmp_path: Path, answer: Path) -> str:
+    """Stands for ssh: runs the command here for `me@n1`, and for others tells what it has said before;
+    `lost...` are not reached."""
     program = tmp_path / "ssh"
-    program.write_text(SSH.format(python=sys.executable))
+    program.write_text(SSH.format(python=sys.executable, answer=answer))
     program.chmod(0o755)
     return str(program)
 
@@ -167,14 +178,12 @@ def test_this_machine(
 
 
 def test_the_machines_of_a_slurm_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    answer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A heterogeneous job: each component is asked by srun with its number."""
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
     log = tmp_path / "log"
-    (tmp_path / "srun").write_text(
-        f'#!/bin/sh\necho "$@" >>{log}\nwhile [ "$1" != -w ]; do shift; done\nshift 2\n"$@"\n'
-    )
+    (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$@" >>{log}\ncat {answer}\n')
     for name in ("scontrol", "srun"):
         (tmp_path / name).chmod(0o755)
     for name, value in (("JOB_ID", "7"), ("HET_SIZE", "2"), ("JOB_NODELIST_HET_GROUP_0", "a1"),
@@ -184,8 +193,9 @@ def test_the_machines_of_a_slurm_job(
     out = tmp_path / "cluster.yaml"
     assert main(["discover", "--out", str(out)]) == 0
     assert [node.name for node in load_cluster(out).nodes] == ["a1", "b1"]
-    asked = log.read_text().splitlines()
-    assert "--het-group=0 -w a1" in asked[0] and "--het-group=1 -w b1" in asked[1]
+    doctor = f"{sys.executable} -m yuan_train doctor --json"
+    for group, name, asked in zip("01", "ab", log.read_text().splitlines(), strict=True):
+        assert f"--het-group={group} -w {name}1 {doctor}" in asked
     monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "")
     assert main(["discover", "--out", str(tmp_path / "other.yaml")]) == 2
     assert "SLURM_JOB_NODELIST_HET_GROUP_1" in capsys.readouterr().err

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.yuan_hf import GOLDEN, copy_of, read_published, same_bits
+from tests.support.yuan_hf import GOLDEN, Evil, copy_of, read_published, same_bits
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.cli.main import main
 from yuan_train.data.tokenizer import train_tokenizer
@@ -113,14 +111,6 @@ def test_the_tokenizer_is_imported_and_exported(tmp_path: Path, capsys: pytest.C
 def _widen(tensors: dict[str, torch.Tensor]) -> None:
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = torch.cat([tensors[name]] * 4)
-
-
-class Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
 
 
 def test_hostile_folders_are_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

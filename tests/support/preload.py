@@ -3,6 +3,7 @@
 Of a small run's first seconds half went into imports of TensorBoard and into pydantic's validators.
 """
 
+import gc
 import importlib
 import importlib.util
 
@@ -25,3 +26,6 @@ for name in NAMES:
         importlib.import_module(name)
 for kind in (Cluster, ModelConfig, Plan, RLConfig, RlPlan, RunConfig):
     adapter(kind)
+# A rank that collects garbage would else look through all of it, and copy every page on the way.
+gc.collect()
+gc.freeze()

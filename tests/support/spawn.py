@@ -126,6 +126,7 @@ def start_command(
     stderr: Path,
     *,
     environment: Mapping[str, str],
+    stdout: Path = Path(os.devnull),
     cwd: Path | None = None,
     constants: Mapping[str, float] | None = None,
     around: Around | None = None,
@@ -137,7 +138,7 @@ def start_command(
     changes = dict(constants or {}), around or nullcontext
     process = start_server().Process(
         target=_run_command,
-        args=([*map(str, words)], stderr, {**os.environ, **environment}, cwd, *changes),
+        args=([*map(str, words)], (stdout, stderr), {**os.environ, **environment}, cwd, *changes),
     )
     process.start()
     return Command(process, stderr)
@@ -186,7 +187,7 @@ def start_ranks(
 
 def _run_command(
     words: list[str],
-    stderr: Path,
+    outputs: tuple[Path, Path],
     environment: dict[str, str],
     cwd: Path | None,
     constants: dict[str, float],
@@ -205,9 +206,8 @@ def _run_command(
         setattr(importlib.import_module(module), constant, value)
     if cwd is not None:
         os.chdir(cwd)
-    file = os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(file, 2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
     with around():
         program(words)
 

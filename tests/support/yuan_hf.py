@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,16 @@ from safetensors.torch import load_file, save_file
 GOLDEN = Path(__file__).parents[1] / "golden" / "yuan_hf_tiny_a"
 
 Tensors = dict[str, torch.Tensor]
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
 
 
 def copy_of(

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
