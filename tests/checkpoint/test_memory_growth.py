@@ -16,7 +16,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.train import build, run
 from yuan_train.train.job import Position, prepare
 
-MODEL = {"hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 1536}
+MODEL = {"num_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 1536}
 MIB = 2**20
 
 
@@ -66,7 +66,7 @@ def test_saving_and_resuming_takes_no_memory_beside_the_state(tmp_path: Path) ->
     (tmp_path / "project").mkdir()
     run_file = make_project(tmp_path / "project", model=MODEL)
     config = run_config(run_file)
-    plan = make_plan(config, [[6]] * 4)
+    plan = make_plan(config, [[4]] * 4)
     plan = Plan(**{**vars(plan), "optimizer_sharding": True})
     spawn(body, 4, run_file, plan, tmp_path, [free_port(), free_port()])
     parameters = config.model.parameters

@@ -6,20 +6,21 @@ slow card in the middle makes its neighbours wait for it nearly all the time.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.spawn import free_port, patience, start_ranks
+from tests.support.spawn import Around, Command, start_ranks
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan_constraints import save_plan
 
@@ -47,31 +48,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*files, "train.steps=100000", "validation.every=0", f"train.timeout={TIMEOUT_SECONDS} s"]
 
 
-@contextmanager
-def running(
-    options: Sequence[str], log: Path, hosts: Sequence[Host]
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process per host, yielded after at least two training steps; killed at the end if still running."""
-    port = str(free_port())
-    line = [sys.executable, "-m", "yuan_train", "train", *options, f"log.directory={log}"]
-    processes: list[subprocess.Popen[str]] = []
-    for rank, host in enumerate(hosts):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(hosts)), "LOCAL_WORLD_SIZE": "1"}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **ranks, "MASTER_PORT": port, **host.environment}
-        processes.append(
-            subprocess.Popen([*host.prefix, *line], stderr=subprocess.PIPE, text=True, env=environment)
-        )
-    try:
-        wait_for_steps(log, lambda: all(process.poll() is None for process in processes))
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-            assert process.stderr is not None
-            process.stderr.close()
-
-
 def wait_for_steps(log: Path, all_run: Callable[[], bool]) -> None:
     """Wait for at least two training steps."""
     for _ in range(1200):
@@ -82,28 +58,34 @@ def wait_for_steps(log: Path, all_run: Callable[[], bool]) -> None:
     raise AssertionError(f"{log} did not reach step 2")
 
 
-def error_of(process: subprocess.Popen[str], *, within_seconds: float) -> str:
-    """The stderr of a rank, which must exit in time with an error and without a traceback."""
-    _, stderr = process.communicate(timeout=patience(within_seconds))
-    assert process.returncode == 1 and "Traceback" not in stderr, stderr
-    return stderr
-
-
 def lost_peer(rank: int, peer: int) -> re.Pattern[str]:
     """The message of `rank`: its coordinates, the operation that failed, and the missing `peer`."""
     who = rf"rank {rank} \(pipeline 0, stage {rank}\)"
     return re.compile(rf"{who}: the \w+ \w+ of micro-batch \d+ on stage {rank} failed; rank {peer} is gone")
 
 
+@contextmanager
+def running(
+    options: Sequence[str], log: Path, around: Mapping[int, Around] | None = None
+) -> Iterator[list[Command]]:
+    """Three ranks, once they have taken two steps."""
+    with start_ranks(["train", *options, f"log.directory={log}"], log, 3, around=around) as ranks:
+        wait_for_steps(log, lambda: all(rank.process.is_alive() for rank in ranks))
+        yield ranks
+
+
+def name_each_other(ranks: Sequence[Command], *pairs: tuple[int, int]) -> None:
+    """Of each pair the first rank must exit in time, and say that the second one is gone."""
+    for rank, peer in pairs:
+        code, error = ranks[rank].wait(within_seconds=TIMEOUT_SECONDS + 60)
+        assert code == 1 and "Traceback" not in error, error
+        assert lost_peer(rank, peer).search(error), error
+
+
 def test_neighbours_name_a_killed_rank(options: list[str], tmp_path: Path) -> None:
-    line = ["train", *options, f"log.directory={tmp_path}"]
-    with start_ranks(line, tmp_path, 3) as ranks:
-        wait_for_steps(tmp_path, lambda: all(rank.process.is_alive() for rank in ranks))
+    with running(options, tmp_path) as ranks:
         ranks[1].process.kill()
-        for rank in (0, 2):
-            code, error = ranks[rank].wait(within_seconds=TIMEOUT_SECONDS + 60)
-            assert code == 1 and "Traceback" not in error, error
-            assert lost_peer(rank, peer=1).search(error), error
+        name_each_other(ranks, (0, 1), (2, 1))
 
 
 @contextmanager
@@ -138,9 +120,18 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], capture_output=True, check=True)
 
 
+@contextmanager
+def entered(host: Host) -> Iterator[None]:
+    """In this process: the network of a host."""
+    with Path("/run/netns", host.prefix[3]).open() as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    os.environ |= host.environment
+    yield
+
+
 def test_both_ends_of_a_failed_link_name_each_other(options: list[str], tmp_path: Path) -> None:
-    with three_hosts() as hosts, running(options, tmp_path, hosts) as ranks:
-        ip("-n", hosts[2].prefix[3], "link", "set", "eth0", "down")
-        for rank, peer in ((1, 2), (2, 1), (0, 1)):
-            error = error_of(ranks[rank], within_seconds=TIMEOUT_SECONDS + 60)
-            assert lost_peer(rank, peer).search(error), error
+    with three_hosts() as hosts:
+        around = {rank: partial(entered, host) for rank, host in enumerate(hosts)}
+        with running(options, tmp_path, around) as ranks:
+            ip("-n", hosts[2].prefix[3], "link", "set", "eth0", "down")
+            name_each_other(ranks, (1, 2), (2, 1), (0, 1))
