@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.spawn import Command, start_command, start_ranks
+from tests.support.spawn import Around, Command, forked_ranks, start_command, start_ranks
 from yuan_train.checkpoint.load import describe
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
@@ -40,11 +40,10 @@ def job(run_file: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def launch(*words: str, folder: Path) -> Command:
+def launch(*words: str, folder: Path, around: Around | None = None) -> Command:
     """Start `yuan-train launch`, whose ranks are new processes."""
-    return start_command(
-        ["launch", *words], folder / "stderr", environment={"OMP_NUM_THREADS": "1"}, constants=IMPATIENT
-    )
+    given = {"environment": {"OMP_NUM_THREADS": "1"}, "constants": IMPATIENT, "around": around}
+    return start_command(["launch", *words], folder / "stderr", **given)
 
 
 def wait_for_step(folder: Path, step: int, runs: Callable[[], bool]) -> None:
@@ -99,7 +98,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(job: list[str], tmp_path: Path)
 
 
 def test_a_killed_rank_ends_the_others(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, folder=tmp_path)
+    launcher = launch(*job, folder=tmp_path, around=forked_ranks)
     try:
         wait_for_step(tmp_path, 2, launcher.process.is_alive)
         assert launcher.process.pid is not None
@@ -112,7 +111,7 @@ def test_a_killed_rank_ends_the_others(job: list[str], tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, "train.timeout=6 s", folder=tmp_path)
+    launcher = launch(*job, "train.timeout=6 s", folder=tmp_path, around=forked_ranks)
     try:
         wait_for_step(tmp_path, 2, launcher.process.is_alive)
         assert launcher.process.pid is not None
