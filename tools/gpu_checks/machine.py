@@ -263,7 +263,8 @@ def kernels(bench: Bench) -> Verdict:
     cases = (kernels.localized_filter, kernels.norm, kernels.cross_entropy, kernels.layer)
     wanted = bench.pick(cases, (kernels.norm,))
     for name in [name for name, one in harness.CASES.items() if one.measure in wanted]:
-        words = [f"device={bench.device.type}", f"repeats={bench.pick(7, 1)}"]
+        few = bench.pick([], ["shape=[[1024,bf16]]"])
+        words = [f"device={bench.device.type}", f"repeats={bench.pick(7, 1)}", *few]
         found = [harness.measure_here(name, given) for given in harness.combinations(name, words)]
         rows = [row for own in found for row in own]
         with log.open("a") as file:
