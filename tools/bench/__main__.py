@@ -12,13 +12,13 @@ import tools.bench.planner
 import tools.bench.policies
 import tools.bench.residence
 import tools.bench.rl
+import tools.bench.rl_trl
 import tools.bench.roles
 import tools.bench.scale
 import tools.bench.serve
 import tools.bench.tiers
 import tools.bench.training
 import tools.bench.watch  # noqa: F401 (they register their cases)
-import tools.bench.trl  # noqa: F401 (they register their cases)
 from tools.bench.harness import main
 
 sys.exit(main())
