@@ -33,6 +33,7 @@ from yuan_train.parallel.transfer import (
     plan_holdings,
     transfer_table,
     unpack,
+    view_of,
 )
 
 NUM_PAIRS = 200
@@ -114,8 +115,8 @@ def test_drawn_pairs_of_plans_move_every_bit_once(variant: str) -> None:
         }
         sent: list[torch.Tensor] = []
         for bucket in buckets:
-            sent.append(pack(bucket, held[bucket.source], sources[bucket.source], dtype=dtype))
-            unpack(bucket, sent[-1], got[bucket.target], targets[bucket.target])
+            sent.append(pack(bucket, view_of(held[bucket.source], sources[bucket.source]), dtype=dtype))
+            unpack(bucket, sent[-1], view_of(got[bucket.target], targets[bucket.target]))
         assert sum(flat.numel() for flat in sent) == bound_elements(targets)
         assert all(
             torch.equal(got[rank][name], part(weights[name], shard).to(dtype))
@@ -125,15 +126,15 @@ def test_drawn_pairs_of_plans_move_every_bit_once(variant: str) -> None:
         newer = {name: torch.where(torch.rand(w.shape) < 0.02, -w, w) for name, w in weights.items()}
         held = {r: {n: part(newer[n], s) for n, s in own.items()} for r, own in sources.items()}
         for bucket, before in zip(buckets, sent, strict=True):
-            flat = pack(bucket, held[bucket.source], sources[bucket.source], dtype=dtype)
+            flat = pack(bucket, view_of(held[bucket.source], sources[bucket.source]), dtype=dtype)
             count, message = encode(flat, before)
-            here = pack(bucket, got[bucket.target], targets[bucket.target], dtype=dtype)
+            here = pack(bucket, view_of(got[bucket.target], targets[bucket.target]), dtype=dtype)
             assert count != WHOLE and message.nbytes < 0.3 * flat.nbytes or flat.numel() < 100
             if count == WHOLE:
                 here.copy_(flat)
             else:
                 decode(count, here, message)
-            unpack(bucket, here, got[bucket.target], targets[bucket.target])
+            unpack(bucket, here, view_of(got[bucket.target], targets[bucket.target]))
         assert all(
             torch.equal(got[rank][name], part(newer[name], shard).to(dtype))
             for rank, own in targets.items()

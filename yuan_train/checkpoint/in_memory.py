@@ -128,7 +128,7 @@ class KeptCheckpoint(Checkpoint):
     """The newest step on disk; None: there is none."""
     fetch: Callable[[Path, Tensors], None] = field(kw_only=True)
 
-    def bring(self, tensors: Tensors) -> None:
+    def _bring(self, tensors: Tensors) -> None:
         self.fetch(self.path, tensors)
 
 

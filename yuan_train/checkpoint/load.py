@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,41 @@ class Checkpoint:
         path = self.path / TOKENIZER
         return path if path.is_dir() else None
 
-    def bring(self, tensors: Tensors) -> None:
+    @cached_property
+    def entries(self) -> Mapping[str, TensorStorageMetadata]:
+        """What it holds of tensors, by global name. Raises CheckpointError."""
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:
+            raise CheckpointError(f"{self.path}: .metadata cannot be read: {error}") from error
+        held = metadata.state_dict_metadata.items()
+        return {name: entry for name, entry in held if isinstance(entry, TensorStorageMetadata)}
+
+    def fill(self, tensors: Tensors, *, no_dist: bool = False) -> None:
+        """Fill tensors that it holds, by global name, in place; collective over all ranks unless `no_dist`.
+
+        Raises CheckpointError if they cannot be read.
+        """
+        if not no_dist:
+            self._bring(tensors)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(
+                    dict(tensors),
+                    storage_reader=self._reader,
+                    planner=LoadPlanner(),
+                    no_dist=no_dist or not dist.is_initialized(),
+                )
+        except (Exception, CheckpointException) as error:
+            # Corrupt bytes can make torch's readers raise anything; all of it means an unreadable file.
+            raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return Reader(self.path)
+
+    def _bring(self, tensors: Tensors) -> None:
         """See that all from which tensors are filled lies at `path`; collective over all ranks."""
 
 
@@ -118,34 +153,17 @@ def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, no_dist: bool = Fa
 
     Raises CheckpointError, with the first differences, if a name is missing or a global shape differs.
     """
-    reader = Reader(checkpoint.path)
-    _load(checkpoint, reader, tensors, no_dist=no_dist)
-
-
-def _load(checkpoint: Checkpoint, reader: Reader, tensors: Tensors, *, no_dist: bool) -> None:
-    held = _shapes_by_name(reader, checkpoint.path)
+    held = checkpoint.entries
     wrong = [
-        f"{name}: {'missing' if name not in held else f'has shape {held[name]}'}, wanted {list(tensor.shape)}"
+        f"{name}: {f'has shape {list(held[name].size)}' if name in held else 'missing'}, wanted "
+        f"{list(tensor.shape)}"
         for name, tensor in tensors.items()
-        if held.get(name) != list(tensor.shape)
+        if name not in held or held[name].size != tensor.shape
     ]
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(wrong[:5])}{more}")
-    if not no_dist:
-        checkpoint.bring(tensors)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                dict(tensors),
-                storage_reader=reader,
-                planner=LoadPlanner(),
-                no_dist=no_dist or not dist.is_initialized(),
-            )
-    except (Exception, CheckpointException) as error:
-        # Corrupt bytes can make torch's readers raise anything; all of it means an unreadable file.
-        raise CheckpointError(f"{checkpoint.path}: cannot be read: {error}") from error
+    checkpoint.fill(tensors, no_dist=no_dist)
 
 
 def holds_optimizer_state(checkpoint: Checkpoint) -> bool:
@@ -156,7 +174,7 @@ def holds_optimizer_state(checkpoint: Checkpoint) -> bool:
 
 def tensor_names(checkpoint: Checkpoint) -> frozenset[str]:
     """The global names of all tensors. Raises CheckpointError."""
-    return frozenset(_shapes_by_name(Reader(checkpoint.path), checkpoint.path))
+    return frozenset(checkpoint.entries)
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
@@ -165,15 +183,10 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
     Raises CheckpointError if a name is missing or a shape differs.
     """
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    reader = Reader(checkpoint.path)
-    shapes = _shapes_by_name(reader, checkpoint.path)
     for name, parameter in parameters.items():
-        key = f"{WEIGHTS}.{name}"
-        if key not in shapes:
-            raise CheckpointError(f"{checkpoint.path}: {key} is missing")
-        master = torch.empty(parameter.shape, dtype=_dtype_of(reader, key))
+        master = torch.empty(parameter.shape, dtype=_dtype_of(checkpoint, f"{WEIGHTS}.{name}"))
         # One by one: a model in another precision needs no second copy of itself.
-        _load(checkpoint, reader, {key: master}, no_dist=True)
+        load_tensors(checkpoint, {f"{WEIGHTS}.{name}": master}, no_dist=True)
         with torch.no_grad():
             parameter.copy_(master)
 
@@ -188,15 +201,11 @@ def load_parts(
     `shard_of` says of which boxes a part's master, flat [n], is made. Raises CheckpointError if a name is
     missing or a global shape differs.
     """
-    reader = Reader(checkpoint.path)
-    held = tensor_names(checkpoint)
     for name, part in parts.items():
         key = f"{WEIGHTS}.{name}"
-        if key not in held:
-            raise CheckpointError(f"{checkpoint.path}: {key} is missing")
-        master = torch.empty(part.numel(), dtype=_dtype_of(reader, key))
+        master = torch.empty(part.numel(), dtype=_dtype_of(checkpoint, key))
         # One by one: a model in another precision needs no second copy of itself.
-        _load(checkpoint, reader, {key: shard_of(name, master)}, no_dist=True)
+        load_tensors(checkpoint, {key: shard_of(name, master)}, no_dist=True)
         with torch.no_grad():
             part.copy_(master.view(part.shape))
 
@@ -212,7 +221,6 @@ def describe(path: str | Path) -> dict[str, Any]:
     if faults:
         return {"kind": "checkpoint", "path": str(path), "whole": False, "faults": faults}
     checkpoint = _open(path)
-    shapes = _shapes_by_name(Reader(path), path)
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -223,7 +231,7 @@ def describe(path: str | Path) -> dict[str, Any]:
         "tokens": checkpoint.state.get("tokens"),
         "model": checkpoint.model.name,
         "parameters": checkpoint.model.parameters,
-        "num_tensors": len(shapes),
+        "num_tensors": len(checkpoint.entries),
         "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
     }
 
@@ -248,20 +256,11 @@ def _all_faults(directory: Path) -> str:
     )
 
 
-def _shapes_by_name(reader: Reader, path: Path) -> dict[str, list[int]]:
-    """Global shape of every tensor, by global name. Raises CheckpointError."""
-    try:
-        metadata = reader.read_metadata()
-    except Exception as error:
-        raise CheckpointError(f"{path}: .metadata cannot be read: {error}") from error
-    entries = metadata.state_dict_metadata.items()
-    return {name: list(entry.size) for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-
-
-def _dtype_of(reader: Reader, key: str) -> torch.dtype:
-    entry = reader.read_metadata().state_dict_metadata[key]
-    assert isinstance(entry, TensorStorageMetadata)
-    return entry.properties.dtype
+def _dtype_of(checkpoint: Checkpoint, key: str) -> torch.dtype:
+    """Raises CheckpointError if it does not hold that."""
+    if key not in checkpoint.entries:
+        raise CheckpointError(f"{checkpoint.path}: {key} is missing")
+    return checkpoint.entries[key].properties.dtype
 
 
 def merged_adapters(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -277,11 +276,7 @@ class WholeTensorReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._lora = checkpoint.model.lora
-        self._entries = {
-            name: entry
-            for name, entry in Reader(checkpoint.path).read_metadata().state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self._entries = checkpoint.entries
         self._last: tuple[str, torch.Tensor] | None = None
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -320,9 +315,7 @@ class WholeTensorReader:
                 yield key.removeprefix(f"{BUFFERS}."), LazyTensor(shape, dtype, read)
 
     def _load(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if key not in self._entries:
-            raise CheckpointError(f"{self._checkpoint.path}: {key} is missing")
-        tensor = torch.empty(shape, dtype=self._entries[key].properties.dtype)
+        tensor = torch.empty(shape, dtype=_dtype_of(self._checkpoint, key))
         load_tensors(self._checkpoint, {key: tensor}, no_dist=True)
         return tensor
 

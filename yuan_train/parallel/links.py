@@ -25,7 +25,17 @@ from yuan_train.parallel.board import Board, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import world_backend
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.transfer import WHOLE, Bucket, decode, encode, message_sizes, pack, unpack
+from yuan_train.parallel.transfer import (
+    WHOLE,
+    Bucket,
+    decode,
+    encode,
+    message_sizes,
+    pack,
+    rounds_of,
+    unpack,
+    view_of,
+)
 from yuan_train.parallel.transport import PATIENCE, LostPeer, is_lost_connection, without_frames
 
 BUCKETS_AHEAD = 2
@@ -179,7 +189,7 @@ class Outlet:
     ) -> None:
         """Of `buckets` those that this rank is the source of, in `dtype`. `by_difference`: keep on the host
         what was sent, and send the elements whose bits have changed since."""
-        self._rounds = _rounds([bucket for bucket in buckets if bucket.source == job_rank])
+        self._rounds = rounds_of([bucket for bucket in buckets if bucket.source == job_rank])
         self._link = link
         self._dtype = dtype
         self._by_difference = by_difference
@@ -194,10 +204,10 @@ class Outlet:
         Returns the bytes, and what waits until they are taken, by `take_weights` on the targets: the tensors
         may change meanwhile. Raises LostPeer.
         """
-        total, waits = 0, list[Callable[[], None]]()
+        total, waits, view = 0, list[Callable[[], None]](), view_of(tensors, shards)
         for number, messages in enumerate(self._rounds):
             for bucket in messages:
-                flat = pack(bucket, tensors, shards, dtype=self._dtype).cpu()
+                flat = pack(bucket, view, dtype=self._dtype).cpu()
                 count, message = encode(flat, self._sent.get((number, bucket.target)))
                 if self._by_difference:
                     self._sent[number, bucket.target] = flat
@@ -218,14 +228,15 @@ def take_weights(
     """Fill this rank's parts with what the sources of those buckets that it is the target of have posted, of
     the same buckets in the same order. A few messages a source are under way at once. Raises LostPeer."""
     arriving: deque[Callable[[], None]] = deque()
+    view = view_of(tensors, shards)
 
     def finish(bucket: Bucket, count: int, flat: Tensor, message: Tensor, wait: Callable[[], None]) -> None:
         wait()
         if count != WHOLE:
             decode(count, flat, message)
-        unpack(bucket, flat, tensors, shards)
+        unpack(bucket, flat, view)
 
-    for messages in _rounds([bucket for bucket in buckets if bucket.target == job_rank]):
+    for messages in rounds_of([bucket for bucket in buckets if bucket.target == job_rank]):
         counts = [torch.empty(1, dtype=torch.int64) for _ in messages]
         announced = [link.receive(n, bucket.source) for n, bucket in zip(counts, messages, strict=True)]
         for bucket, number, wait in zip(messages, counts, announced, strict=True):
@@ -236,7 +247,7 @@ def take_weights(
                 message = flat.view(torch.uint8)
             else:
                 # What was sent before is what is here: nobody else writes these parts.
-                flat = pack(bucket, tensors, shards, dtype=dtype).cpu()
+                flat = pack(bucket, view, dtype=dtype).cpu()
                 message = torch.empty(sum(message_sizes(count, flat)), dtype=torch.uint8)
             came = link.receive(message, bucket.source)
             arriving.append(functools.partial(finish, bucket, count, flat, message, came))
@@ -244,16 +255,3 @@ def take_weights(
             arriving.popleft()()
     while arriving:
         arriving.popleft()()
-
-
-def _rounds(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """The first bucket of each pair of ranks, then the second of each, and so on."""
-    rounds: list[list[Bucket]] = []
-    counts: dict[tuple[int, int], int] = {}
-    for bucket in buckets:
-        number = counts.get((bucket.source, bucket.target), 0)
-        counts[bucket.source, bucket.target] = number + 1
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append(bucket)
-    return rounds

@@ -300,24 +300,42 @@ def _cut(move: Move, most: int) -> Iterator[Move]:
         yield move._replace(offsets=offsets, sizes=(min(rows, move.sizes[0] - first), *move.sizes[1:]))
 
 
+View = Callable[[Move], torch.Tensor]
+"""Where a rank holds what a move carries."""
+
+
+def view_of(tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> View:
+    """That of a rank's parts, by name."""
+    return lambda move: tensors[move.name][local_slices(shards[move.name], move)]
+
+
+def rounds_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """The first bucket of each pair of ranks, then the second of each, and so on."""
+    rounds: list[list[Bucket]] = []
+    counts: dict[tuple[int, int], int] = {}
+    for bucket in buckets:
+        number = counts.get((bucket.source, bucket.target), 0)
+        counts[bucket.source, bucket.target] = number + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(bucket)
+    return rounds
+
+
 @torch.no_grad()
-def pack(
-    bucket: Bucket, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], *, dtype: torch.dtype
-) -> torch.Tensor:
-    """The boxes of a bucket, flat [n], rounded to `dtype`; `tensors` are the source's parts, by name."""
-    flat = torch.empty(bucket.num_elements, dtype=dtype, device=next(iter(tensors.values())).device)
+def pack(bucket: Bucket, view: View, *, dtype: torch.dtype) -> torch.Tensor:
+    """The boxes of a bucket, flat [n], rounded to `dtype`; `view` is the source's."""
+    flat = torch.empty(bucket.num_elements, dtype=dtype, device=view(bucket.moves[0]).device)
     for move, part in _parts(bucket, flat):
-        part.copy_(tensors[move.name][local_slices(shards[move.name], move)])
+        part.copy_(view(move))
     return flat
 
 
 @torch.no_grad()
-def unpack(
-    bucket: Bucket, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
-) -> None:
-    """Copy the boxes of a bucket, as `pack` laid them out, into the target's parts."""
+def unpack(bucket: Bucket, flat: torch.Tensor, view: View) -> None:
+    """Copy the boxes of a bucket, as `pack` laid them out, to where the target holds them."""
     for move, part in _parts(bucket, flat):
-        tensors[move.name][local_slices(shards[move.name], move)].copy_(part)
+        view(move).copy_(part)
 
 
 # --- what has changed since --------------------------------------------------------------------------------
