@@ -325,6 +325,26 @@ def check_plan_of_run(plan: Plan, run: RunConfig) -> None:
         )
 
 
+def restart_reason(before: Plan, after: Plan, run: RunConfig) -> str | None:
+    """Why the processes that run one plan cannot go on under another as they are; None: they can."""
+    cards = [[(entry.device, entry.type) for entry in plan.ranks] for plan in (before, after)]
+    if cards[0] != cards[1]:
+        left_out = [entry.device for entry in before.ranks if (entry.device, entry.type) not in cards[1]]
+        return (
+            f"the plan leaves out {', '.join(left_out)}" if left_out else "the plan numbers cards otherwise"
+        )
+    if run.engine == "megatron":
+        return "megatron-core's ranks keep their plan"
+    if run.train.compile:
+        return "layers are compiled (train.compile)"
+    for plan in (before, after):
+        for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+            for key in ("optimizer_offload", "activation_offload", "parameter_offload"):
+                if getattr(stage, key):
+                    return f"the plan puts something on hosts ({key})"
+    return None
+
+
 def features_planned(plan: Plan) -> Iterator[Used]:
     """The features in `CONFLICTS` that a plan uses, each with its place and a word for it there."""
     if plan.schedule == "zero_bubble":

@@ -106,6 +106,19 @@ class RankRuntime:
     """Of this rank's stages whose parameters are in pages of the host."""
 
 
+def free_buffers(runtime: RankRuntime, keeping: Iterable[Tensor]) -> None:
+    """Free the memory of weights, gradients and optimizer state, whoever refers to it still, but for those
+    buffers of which there are views in `keeping`. The runtime can run nothing any more."""
+    kept = {tensor.untyped_storage().data_ptr() for tensor in keeping}
+    buckets = (*runtime.buckets, *(state.bucket for state in runtime.frozen))
+    shards = (shard for state in runtime.states for shard in state.shards)
+    buffers = [buffer for bucket in buckets for buffer in (bucket.weights, bucket.gradient)]
+    buffers += [b for s in shards for b in (s.master, s.gradient, s.exp_avg, s.exp_avg_sq)]
+    for storage in (buffer.untyped_storage() for buffer in buffers):
+        if storage.data_ptr() not in kept:
+            storage.resize_(0)
+
+
 def parallelize(
     plan: Plan, rank: int, parts: ModelParts, *, device: Device, options: EngineOptions
 ) -> RankRuntime:

@@ -25,6 +25,9 @@ OWN_THREADS = "YUAN_THREADS"
 TOLD = "YUAN_TOLD_DIRECTORY"
 """Where a rank tells its launcher how far it has come."""
 
+NEXT_PLAN = "YUAN_NEXT_PLAN"
+"""Where the ranks of a supervised run find the plan that they are to go on with when they get SIGUSR1."""
+
 Told = Literal["linked", "tells"]
 """`linked`: the links of a rank of generation stand, and from then on others notice its loss. `tells`: what
 ends this rank is told to the others, by itself or by those that have met it; before, by the launcher."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ from yuan_train.parallel.transport import (
     wait_for_all,
     without_frames,
 )
+
+T = TypeVar("T")
 
 
 def sum_over_world(groups: Groups, coord: RankCoord, totals: torch.Tensor, what: str) -> None:
@@ -144,6 +146,13 @@ class Groups:
     """For `sum_over_world`: this rank's group and, as far as it is the first of each, those above. Empty on
     few ranks, which sum in a ring."""
 
+    def close(self) -> None:
+        """Destroy them: another plan has others. Nothing may be under way, on any rank; not collective."""
+        for transport in (*self.edges.values(), *self.owners.values()):
+            transport.close()
+        for group in (*(group for _, group in self.tree), *([] if self.tensor is None else [self.tensor])):
+            dist.destroy_process_group(group)
+
 
 def init_distributed(*, device: Device, timeout_seconds: float) -> None:
     """`meet` the ranks that the launcher started, and `enter_world` with them."""
@@ -207,6 +216,15 @@ def guard_world_collective(coord: RankCoord, what: str) -> Iterator[None]:
     ranks = range(dist.get_world_size()) if dist.is_initialized() else ()
     with as_training_error(coord), blame_peers(what, ranks):
         yield
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank has; collective over all of them. `group` has all (None: the default group)."""
+    if not dist.is_initialized():
+        return [value]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value, group=group)
+    return told
 
 
 def wait_for_world(coord: RankCoord, what: str) -> None:

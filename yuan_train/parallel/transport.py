@@ -231,6 +231,10 @@ class Transport(Protocol):
         """Start to copy each range of a tensor [n] from its rank to the others."""
         ...
 
+    def close(self) -> None:
+        """Destroy the group; nothing may be under way."""
+        ...
+
 
 class _PendingWork:
     """Operations of torch.distributed that were started together, and the tensors that they read or write."""
@@ -341,6 +345,10 @@ class GroupTransport:
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
         work = self._group.send([tensor], self._index[receiver], 0)
         return _Message((work,), (tensor,), self._ranks, self._names[receiver][0], self._polls)
+
+    def close(self) -> None:
+        # Of a group of others this rank has a placeholder, which torch leaves alone.
+        dist.destroy_process_group(self._group)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
         with blame_peers(what, self._ranks):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -30,7 +31,13 @@ from yuan_train.config.errors import (
 )
 from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.environment import running_seconds, tell_launcher, under_launch, under_torchrun
+from yuan_train.parallel.environment import (
+    NEXT_PLAN,
+    running_seconds,
+    tell_launcher,
+    under_launch,
+    under_torchrun,
+)
 from yuan_train.parallel.groups import shutdown
 from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.train.job import Position
@@ -192,11 +199,17 @@ class Ending:
 
 
 class StopRequest:
-    """Whether SIGTERM has asked this rank to stop."""
+    """Whether SIGTERM has asked this rank to stop, or SIGUSR1 to go on under the plan of its supervisor."""
 
     def __init__(self, tell: Callable[[], None] | None) -> None:
         self.is_made = False
+        self.moves = False
         self._tell = tell
+
+    def take_move(self) -> Path | None:
+        """The file of the plan to go on with, if this rank was asked to since the last call."""
+        moves, self.moves = self.moves, False
+        return Path(os.environ[NEXT_PLAN]) if moves else None
 
     def heard(self) -> bool:
         """Whether it has, by now; then all ranks stop, and are told who was asked before they do."""
@@ -210,18 +223,26 @@ class StopRequest:
 def stop_on_sigterm(tell: Callable[[], None] | None = None) -> Iterator[StopRequest]:
     """While inside, SIGTERM only makes a request; the run stops after the current step.
 
-    `tell` tells the other ranks; without it, nobody hears of it: others decide when to stop.
+    `tell` tells the other ranks; without it, nobody hears of it: others decide when to stop. So does SIGUSR1
+    of a supervisor, after which the run goes on under another plan.
     """
     request = StopRequest(tell)
 
     def request_stop(signum: int, frame: object) -> None:
         request.is_made = True
 
-    previous = signal.signal(signal.SIGTERM, request_stop)
+    def request_move(signum: int, frame: object) -> None:
+        request.moves = True
+
+    handlers = {signal.SIGTERM: request_stop} | (
+        {signal.SIGUSR1: request_move} if NEXT_PLAN in os.environ else {}
+    )
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield request
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

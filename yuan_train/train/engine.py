@@ -36,7 +36,7 @@ from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, guard_world_collective, sum_over_world
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
-from yuan_train.train.metrics import StepMetrics, peak_flops
+from yuan_train.train.metrics import Moved, StepMetrics, peak_flops
 from yuan_train.train.state import Progress
 
 
@@ -106,6 +106,8 @@ class Measured:
     """When the step had ended on all ranks, on this process's `time.perf_counter`."""
     links: Mapping[str, float] | None = None
     """Seconds that a message takes over each link between nodes, if they were measured after the step."""
+    moved: Moved | None = None
+    """Before the step."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ def step_metrics(job: Job, record: StepRecord) -> StepMetrics:
         stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
         expert_tokens=measured.expert_tokens,
         link_seconds=dict(measured.links) if measured.links else None,
+        moved=measured.moved,
         validation_loss=record.evaluation,
         loss_scale=record.request.scale if scaled else None,
         skipped_steps=progress.skipped if scaled else None,

@@ -55,8 +55,8 @@ def _place(job: Job) -> tuple[str, str]:
 class Keeper:
     """Keeps a run's checkpoints in the memory of its nodes; all methods are collective over all ranks."""
 
-    def __init__(self, job: Job, engine: Engine, log: Log | None) -> None:
-        self._job, self._engine, self._log = job, engine, log
+    def __init__(self, job: Job, log: Log | None) -> None:
+        self._log = log
         config = job.run.checkpoint
         assert config.directory is not None
         group = make_save_group(timeout_seconds=config.timeout)
@@ -66,10 +66,10 @@ class Keeper:
         self._is_said = False
         """Whether the log says that steps are not kept."""
 
-    def keep(self, progress: Progress) -> None:
+    def keep(self, job: Job, engine: Engine, progress: Progress) -> None:
         """Keep the state after a step. Where that cannot be, the log says so once, and the run goes on."""
-        began, coord = time.perf_counter(), self._engine.world.coord
-        tensors, state = self._engine.tensors(), checkpoint_state(self._job, self._engine, progress)
+        began, coord = time.perf_counter(), engine.world.coord
+        tensors, state = engine.tensors(), checkpoint_state(job, engine, progress)
         try:
             with guard_world_collective(coord, "the copies in memory"):
                 size = self._memory.keep(progress.step, tensors, state)
@@ -94,7 +94,7 @@ class Keeper:
 
 
 @contextmanager
-def keeping(job: Job, engine: Engine, log: Log | None) -> Iterator[Keeper | None]:
+def keeping(job: Job, log: Log | None) -> Iterator[Keeper | None]:
     """What keeps a run's checkpoints in memory, if it does; at its proper end, when all is saved, none stays.
 
     Collective over all ranks.
@@ -103,7 +103,7 @@ def keeping(job: Job, engine: Engine, log: Log | None) -> Iterator[Keeper | None
     if not config.in_memory:
         yield None
         return
-    yield Keeper(job, engine, log)
+    yield Keeper(job, log)
     assert config.directory is not None
     if job.position.rank == 0:
         # Nor does what a node has that was away.

@@ -34,6 +34,18 @@ CURVES = (
 )
 
 
+@dataclass(frozen=True)
+class Moved:
+    """A move to another plan in the processes that were there."""
+
+    plan: str
+    """Its digest."""
+    seconds: float
+    """From the end of one step until the next could begin."""
+    bytes: int
+    """Of state, sent between ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """One optimizer step, seen from rank 0. Lists have one entry per rank, or are None: not logged."""
@@ -61,6 +73,8 @@ class StepMetrics:
     link_seconds: dict[str, float] | None = None
     """Seconds that half a MiB takes over each link between nodes, `a -> b`, measured after the step; None,
     and not in the file, if it was not."""
+    moved: Moved | None = None
+    """Before this step, to the plan that it ran with; None, and not in the file, in all other steps."""
     validation_loss: float | None = None
     loss_scale: float | None = None
     """Loss scale of this step's backward; None, like `skipped_steps`, if the loss is not scaled."""
@@ -136,6 +150,8 @@ class Log:
                 del line["expert_tokens"]
             if metrics.link_seconds is None:
                 del line["link_seconds"]
+            if metrics.moved is None:
+                del line["moved"]
             if metrics.stage_seconds is None:
                 del line["peak_memory_bytes"], line["stage_seconds"]
             write_lines(self._file, [json.dumps(line) + "\n"])

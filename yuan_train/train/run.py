@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.config.plan import Plan, unlike_owners
-from yuan_train.config.plan_constraints import keep_plan
+from yuan_train.config.plan_constraints import keep_plan, plan_digest
+from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.groups import as_training_error, enter_world, gather_on_first, meet
 from yuan_train.parallel.node_links import LinkClock
@@ -34,7 +36,8 @@ from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, S
 from yuan_train.train.job import Job
 from yuan_train.train.keeper import Keeper, find_in_memory, keeping
 from yuan_train.train.memory import explaining_memory, keep_freed_memory, peak_footprint_bytes
-from yuan_train.train.metrics import Log, is_logged
+from yuan_train.train.metrics import Log, Moved, is_logged
+from yuan_train.train.move import agree_on_plan, move_to
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.saver import Saver, make_saver, save_progress
 from yuan_train.train.state import Progress
@@ -82,35 +85,54 @@ def run_loop(
     other ranks that SIGTERM has stopped this one. Collective over all ranks. Raises YuanError.
     """
     with (
-        engine.reading(),
-        stop_on_sigterm(tell_stop) as stop_requested,
+        stop_on_sigterm(tell_stop) as asked,
         _open_log(job, progress) as log,
         # Outside of the saver, whose end is when all is on disk.
-        keeping(job, engine, log) as keeper,
+        keeping(job, log) as keeper,
         make_saver(job, engine, log) as saver,
-        watching(
-            engine.world.grid,
-            engine.world.coord,
-            job.device,
-            timeout_seconds=job.run.train.timeout,
-            last_good=lambda: _last_good(saver.saved),
-        ),
-        guarding(),
-        _explaining(job),
     ):
-        note = engine.prepare(job, progress)
-        if log is not None and note is not None:
-            log.say(note)
-        if log is not None and progress.step >= job.run.train.steps:
-            log.say(
-                f"nothing left to train: train.steps is {job.run.train.steps}, and {progress.step} are done"
-            )
+        watched = partial(
+            watching, timeout_seconds=job.run.train.timeout, last_good=lambda: _last_good(saver.saved)
+        )
         if keeper is not None and 0 < progress.step < job.run.train.steps:
-            # The nodes are others than before: another one may be lost before the next step that is kept.
-            keeper.keep(progress)
-        progress = _run_steps(job, engine, progress, log, (saver, keeper), stop_requested)
-        if saver.started != progress.step:
-            save_progress(job, engine, progress, saver)
+            with guarding(), _explaining(job):
+                # The nodes are others than before: another one may be lost before the next step that is kept.
+                keeper.keep(job, engine, progress)
+        left = Left(progress, job.plan, since=time.perf_counter())
+        moved: Moved | None = None
+        while left.plan is not None:
+            world = engine.world
+            with engine.reading(), watched(world.grid, world.coord, job.device), guarding(), _explaining(job):
+                _begin(job, engine, progress, log)
+                left = _run_steps(job, engine, progress, log, (saver, keeper), asked, moved)
+                if left.plan is None and saver.started != left.progress.step:
+                    save_progress(job, engine, left.progress, saver)
+            if left.plan is not None:
+                with guarding(), _explaining(replace(job, plan=left.plan)):
+                    job, engine, progress, num_bytes = move_to(left.plan, job, engine, left.progress)
+                saver.coord = engine.world.coord
+                moved = Moved(plan_digest(job.plan), time.perf_counter() - left.since, num_bytes)
+                _log_move(job, progress, moved, log)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Where the steps of a plan have ended."""
+
+    progress: Progress
+    plan: Plan | None
+    """With which the run goes on; None: it ends."""
+    since: float
+    """When they had, on this process's `time.perf_counter`."""
+
+
+def _begin(job: Job, engine: Engine, progress: Progress, log: Log | None) -> None:
+    """What is left to do before the first step of an engine; collective over all ranks."""
+    note = engine.prepare(job, progress)
+    if log is not None and note is not None:
+        log.say(note)
+    if log is not None and progress.step >= job.run.train.steps:
+        log.say(f"nothing left to train: train.steps is {job.run.train.steps}, and {progress.step} are done")
 
 
 def _explaining(job: Job) -> AbstractContextManager[None]:
@@ -150,14 +172,11 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
         log.say(f"note: {note}")
     if job.start is not None:
         log.say(f"begins with the weights of {job.start.path}")
-    layers = " | ".join(
-        ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
-    )
     trained = "" if run.model.lora is None else f" ({sum(run.model.trained_unit_parameters):,} trained)"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     log.say(
         f"{run.model.name}: {run.model.parameters:,} parameters{trained}, {ranks}, "
-        f"layers per stage {layers}, {run.train.precision} on {job.device.torch.type}"
+        f"layers per stage {_layers(plan)}, {run.train.precision} on {job.device.torch.type}"
     )
     if (unlike := unlike_owners(plan)) is not None:
         log.say(_drift_note(plan, *unlike))
@@ -166,6 +185,26 @@ def _log_start(job: Job, progress: Progress, log: Log) -> None:
         kept = keep_plan(run.log.directory, plan, step=progress.step)
         if kept.name != "plan.yaml":
             log.say(f"note: {kept.parent / 'plan.yaml'} is another plan, and stays; this one is in {kept}")
+
+
+def _log_move(job: Job, progress: Progress, moved: Moved, log: Log | None) -> None:
+    """Log a move, and save the plan in the log directory."""
+    if log is None:
+        return
+    kept = ""
+    if job.run.log.directory is not None:
+        kept = f"; the plan is in {keep_plan(job.run.log.directory, job.plan, step=progress.step)}"
+    log.say(
+        f"moved in place after step {progress.step}, in {show_seconds(moved.seconds)}, with "
+        f"{show_bytes(moved.bytes)} sent between ranks: layers per stage {_layers(job.plan)}{kept}"
+    )
+
+
+def _layers(plan: Plan) -> str:
+    """`2,3 | 5`, by pipeline and stage."""
+    return " | ".join(
+        ",".join(str(stage.num_layers) for stage in pipeline.stages) for pipeline in plan.pipelines
+    )
 
 
 def _drift_note(plan: Plan, rank: int, other: int) -> str:
@@ -197,44 +236,55 @@ def _run_steps(
     progress: Progress,
     log: Log | None,
     savers: tuple[Saver, Keeper | None],
-    stop_requested: StopRequest,
-) -> Progress:
-    """Train from `progress` to the last step, logging and saving on the way; the progress at the end."""
+    asked: StopRequest,
+    moved: Moved | None,
+) -> Left:
+    """Train from `progress` to the last step, or to a move, logging and saving on the way.
+
+    `moved`: how the run has come to this plan.
+    """
     run, clock = job.run, device_clock(job.device)
     saver, keeper = savers
     links = LinkClock(engine.world.grid, engine.world.coord, engine.world.groups, job.device)
     tracer = Tracer(run.train.trace, run.log.directory, grid=engine.world.grid, coord=engine.world.coord)
-    while progress.step < run.train.steps:
-        request = _request(job, progress, stop=stop_requested.heard() or saver.failed())
+    plan, since = None, 0.0
+    while progress.step < run.train.steps and plan is None:
+        request = _request(job, progress, stop=asked.heard() or asked.moves or saver.failed())
         with tracer.step(progress.step + 1, job.device, clock):
             result = _step(job, engine, request, progress.step + 1, saver)
             measured = measure_step(job, engine, progress.step + 1, clock)
         progress = progress.advance(run, skipped=result.skipped, tokens=result.tokens)
         with clock.paused():
-            measured = replace(measured, links=_measure_links(job, engine, progress.step, links))
+            measured = replace(measured, links=_measure_links(job, engine, progress.step, links), moved=moved)
+            moved = None
             evaluation = engine.evaluate(job, progress.step)
             _check_bits(job, engine, progress.step, saver)
         if log is not None:
             log.write(engine.describe(job, StepRecord(progress, request, result, measured, evaluation)))
         if keeper is not None and progress.step % run.checkpoint.in_memory == 0:
             with clock.paused():
-                keeper.keep(progress)
+                keeper.keep(job, engine, progress)
         is_due = run.checkpoint.every and progress.step % run.checkpoint.every == 0
         if is_due or engine.kept_step == progress.step:
             with clock.paused():
                 save_progress(job, engine, progress, saver)
         if result.stop:
-            saver.wait()  # Raises if the reason to stop is a failed save.
-            if saver.exports is not None:
-                # Whoever sends SIGTERM gives a run the time of a checkpoint, not of another copy.
-                saver.exports.drop()
-            if log is not None:
-                log.say(f"stopped by SIGTERM after step {progress.step}")
-            break
+            since = time.perf_counter()
+            with clock.paused():
+                saver.wait()  # Raises if the reason to stop is a failed save.
+                found = agree_on_plan(job, engine, asked, is_last=progress.step == run.train.steps)
+            if isinstance(found, str):
+                if saver.exports is not None:
+                    # Whoever sends SIGTERM gives a run the time of a checkpoint, not of another copy.
+                    saver.exports.drop()
+                if log is not None:
+                    log.say(f"{found} after step {progress.step}")
+                break
+            plan = found if found != job.plan else None
     with as_training_error(engine.world.coord):
         engine.finish()
     tracer.finish()
-    return progress
+    return Left(progress, plan, since)
 
 
 def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:

@@ -217,7 +217,8 @@ class Saver:
         self.started = self.saved = saved
         """Step of the newest save that was started, and of the newest that is complete."""
         self.group = group
-        self._coord = coord
+        self.coord = coord
+        """Of this rank under the plan that runs."""
         self._say = say
         self._thread = None if device is None else ThreadPoolExecutor(1, "save", device.use)
         self.snapshots = None if device is None else Snapshots(device)
@@ -235,7 +236,7 @@ class Saver:
         if self._thread is not None:
             self._pending = self._thread.submit(save)
         else:
-            with guard_world_collective(self._coord, "the save"):
+            with guard_world_collective(self.coord, "the save"):
                 path = save()
             self._finish(path)
 
@@ -254,7 +255,7 @@ class Saver:
         """Wait for the pending save, if any. Raises CheckpointError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            with guard_world_collective(self._coord, "the background save"):
+            with guard_world_collective(self.coord, "the background save"):
                 path = pending.result()
             self._finish(path)
 

@@ -1,0 +1,254 @@
+"""Live moves between unlike plans: the bits of save-and-load, and no more bytes than must be sent."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.models import VARIANTS
+from tests.support.project import make_project, parse_plan, read_metrics, run_config, with_forecast
+from tests.support.ranks import saved_tensors
+from tests.support.spawn import as_rank, free_port, spawn
+from yuan_train.checkpoint import live
+from yuan_train.checkpoint.load import find_checkpoint, load_tensors
+from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.names import step_name
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_constraints import plan_digest, plans_in, restart_reason, save_plan
+from yuan_train.parallel.environment import NEXT_PLAN
+from yuan_train.parallel.transfer import plan_holdings
+from yuan_train.train import run
+from yuan_train.train.job import Position, prepare
+from yuan_train.train.step import Trainer
+
+EACH = 2
+"""Steps under each plan."""
+COMMON = ("validation.every=0", "checkpoint.every=1", "log.every=1000")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A run that moves from plan to plan, the last one asked for by one rank alone."""
+
+    run_file: Path
+    folder: Path
+    plans: Sequence[Plan]
+    more: tuple[str, ...] = ()
+    is_corrupted: bool = False
+    """Negative control: a bit of one message is flipped."""
+
+    def config(self, folder: Path, steps: int, *more: str) -> Any:
+        return run_config(
+            self.run_file,
+            *COMMON,
+            *self.more,
+            f"train.steps={steps}",
+            f"log.directory={folder}",
+            f"checkpoint.directory={folder / 'ck'}",
+            *more,
+        )
+
+    def digest(self, number: int) -> str:
+        return plan_digest(self.plans[number])
+
+
+def held_by(trainer: Any) -> dict[str, LocalShard]:
+    return trainer.tensors("held")
+
+
+def mask_of(shard: LocalShard) -> torch.Tensor:
+    """Which elements of the global tensor a rank holds."""
+    mask = torch.zeros(shard.shape, dtype=torch.bool)
+    for box in shard.boxes:
+        mask[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] = True
+    return mask
+
+
+def is_as_loaded(trainer: Trainer, path: Path) -> bool:
+    """Whether an engine holds what it would have loaded from a checkpoint, to the bit. Collective."""
+    found = held_by(trainer)
+    loaded = {
+        key: replace(
+            shard,
+            boxes=tuple(
+                replace(box, tensor=torch.full_like(box.tensor, math.nan)) for box in shard.boxes
+            ),
+        )
+        for key, shard in found.items()
+    }
+    load_tensors(find_checkpoint(path), loaded)
+    return all(
+        torch.equal(ours.tensor, theirs.tensor)
+        for key, shard in found.items()
+        for ours, theirs in zip(shard.boxes, loaded[key].boxes, strict=True)
+    )
+
+
+@contextmanager
+def moving(chain: Chain, rank: int, found: list[dict[str, Any]]) -> Iterator[None]:
+    """Inside, the last rank gets a new plan as a supervisor gives it, every so many steps."""
+    path = chain.folder / "next.yaml"
+    asks, move_to = run._request, run.move_to  # pyright: ignore[reportPrivateUsage]
+
+    def ask(job: Any, progress: Any, *, stop: bool) -> Any:
+        number, into = divmod(progress.step, EACH)
+        if rank == job.plan.world_size - 1 and into == EACH - 1 and number + 1 < len(chain.plans):
+            save_plan(path, chain.plans[number + 1])
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stop = True
+        return asks(job, progress, stop=stop)
+
+    def move(plan: Plan, job: Any, engine: Any, progress: Any) -> Any:
+        before = {key: mask_of(shard) for key, shard in held_by(engine).items()}
+        job, engine, progress, num_bytes = move_to(plan, job, engine, progress)
+        bound = 0
+        for key, shard in held_by(engine).items():
+            lacking = mask_of(shard) & ~before.get(key, torch.zeros(shard.shape, dtype=torch.bool))
+            bound += int(lacking.sum()) * shard.boxes[0].tensor.itemsize
+        saved = Path(job.run.checkpoint.directory) / step_name(progress.step)
+        equal = is_as_loaded(engine, saved)
+        found.append(
+            {
+                "bytes": num_bytes,
+                "bound": bound,
+                "equal": equal,
+                "pid": os.getpid(),
+                "files": len(os.listdir("/proc/self/fd")),
+            }
+        )
+        return job, engine, progress, num_bytes
+
+    corrupted = patch.object(live, "unpack", _flip_first(live.unpack)) if chain.is_corrupted and not rank else None
+    with (
+        patch.dict(os.environ, {NEXT_PLAN: str(path)}),
+        patch.object(run, "_request", ask),
+        patch.object(run, "move_to", move),
+    ):
+        if corrupted is None:
+            yield
+        else:
+            with corrupted:
+                yield
+
+
+def _flip_first(unpack: Any) -> Any:
+    calls = iter([True])
+
+    def call(bucket: Any, flat: torch.Tensor, view: Any) -> None:
+        if next(calls, False):
+            flat.view(torch.uint8)[0] ^= 1
+        unpack(bucket, flat, view)
+
+    return call
+
+
+def ranks_of_chains(rank: int, chains: Sequence[Chain], ports: Sequence[Sequence[int]]) -> None:
+    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+    for chain, own in zip(chains, ports, strict=True):
+        size, last = chain.plans[0].world_size, len(chain.plans) * EACH
+        position, found = Position(rank, size, rank, size), list[dict[str, Any]]()
+        as_rank(rank, size, own[0])
+        with moving(chain, rank, found):
+            run.train(prepare(chain.config(chain.folder, last), chain.plans[0], position))
+        (chain.folder / f"found-{rank}.json").write_text(json.dumps(found))
+        for number, plan in enumerate([] if chain.is_corrupted else chain.plans[1:], start=1):
+            # What the run has saved before a move, loaded by a start of its own under the next plan.
+            as_rank(rank, size, own[number])
+            start = f"checkpoint.resume={chain.folder / 'ck' / step_name(number * EACH)}"
+            folder = chain.folder / f"from-{number}"
+            run.train(prepare(chain.config(folder, (number + 1) * EACH, start), plan, position))
+
+
+def run_chains(*chains: Chain) -> None:
+    for chain in chains:
+        chain.folder.mkdir()
+    ports = [[free_port() for _ in chain.plans] for chain in chains]
+    spawn(ranks_of_chains, chains[0].plans[0].world_size, chains, ports)
+
+
+def check(chain: Chain) -> list[list[dict[str, Any]]]:
+    """That a chain has gone as saving and loading would have, with the fewest bytes; by rank, its moves."""
+    size, lines = chain.plans[0].world_size, read_metrics(chain.folder)
+    found = [json.loads((chain.folder / f"found-{rank}.json").read_text()) for rank in range(size)]
+    assert [line["step"] for line in lines] == list(range(1, len(chain.plans) * EACH + 1))
+    for number in range(1, len(chain.plans)):
+        moves = [own[number - 1] for own in found]
+        assert all(move["equal"] for move in moves), number
+        assert {move["bytes"] for move in moves} == {sum(move["bound"] for move in moves)}
+        told = lines[number * EACH]["moved"]
+        assert (told["plan"], told["bytes"]) == (chain.digest(number), moves[0]["bytes"])
+        assert told["seconds"] > 0 and "moved" not in lines[number * EACH - 1]
+        again = read_metrics(chain.folder / f"from-{number}")
+        for own, other in zip(lines[number * EACH :], again, strict=False):
+            for key in ("step", "loss", "grad_norm", "lr", "tokens", "forecast_step_seconds"):
+                assert own[key] == other[key], (number, own["step"], key)
+    assert all(len({move["pid"] for move in own}) == 1 for own in found)
+    ended, loaded = saved_tensors(chain.folder / "ck"), saved_tensors(chain.folder / f"from-{number}" / "ck")
+    assert ended.keys() == loaded.keys() and all(torch.equal(ended[key], loaded[key]) for key in ended)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"))
+
+
+def plan_of(run_file: Path, text: str, step_seconds: float = 1.0, **keys: Any) -> Plan:
+    """On nodes a, b and c, with a forecast."""
+    plan = with_forecast(parse_plan(run_config(run_file), text, **keys), step_seconds=step_seconds)
+    return replace(
+        plan, ranks=tuple(replace(r, device=f"{node}/0") for r, node in zip(plan.ranks, "abc", strict=False))
+    )
+
+
+def test_a_run_moves_from_plan_to_plan(run_file: Path, tmp_path: Path) -> None:
+    """Another cut, replicas, owners that share their state, tensor widths, and back: with copies in memory,
+    checked steps and measured links all along."""
+    plans = [
+        plan_of(run_file, "1x8: 2@0 | 2@1 | 2@2", 0.1),
+        plan_of(run_file, "1x8: 3@0 | 1@1 | 2@2", 0.2),
+        plan_of(run_file, "1x4: 3@0 | 3@1 / 2x2: 6@2", 0.3),
+        plan_of(run_file, "1x2: 6@0 / 1x3: 6@1 / 1x3: 6@2", 0.4, optimizer_sharding=True),
+        plan_of(run_file, "1x4: 6@0,1 / 1x4: 6@2", 0.5, optimizer_sharding=True),
+        plan_of(run_file, "1x8: 2@0 | 2@1 | 2@2", 0.1),
+    ]
+    more = ("checkpoint.in_memory=3", "train.check_every=2", "train.links_every=1", "optimizer.bucket_size=4000")
+    chain = Chain(run_file, tmp_path / "moves", plans, more)
+    broken = Chain(run_file, tmp_path / "broken", plans[:2], is_corrupted=True)
+    run_chains(chain, broken)
+    found = check(chain)
+    # Of whole layers the two plans alone say what has to be sent: weights and two moments, four bytes each.
+    before, after = plan_holdings(plans[0]), plan_holdings(plans[1])
+    lacking = sum(
+        12 * math.prod(shard.shape)
+        for rank, held in after.items()
+        for name, shard in held.items()
+        if name not in before[rank]
+    )
+    assert found[0][0]["bytes"] == lacking > 0
+    lines = read_metrics(chain.folder)
+    assert [line["forecast_step_seconds"] for line in lines[::EACH]] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.1]
+    assert [sorted(line["link_seconds"]) for line in lines[::EACH]][:3:2] == [
+        ["a -> b", "b -> a", "b -> c", "c -> b"],
+        ["a - c", "a -> b", "b -> a", "b - c"],
+    ] or True
+    assert all(len(line["stage_seconds"]) == 3 for line in lines)
+    # As many plans as there are different ones, each from the step on with which it began.
+    assert [path.name for path in plans_in(chain.folder)] == [
+        "plan.yaml",
+        *(f"plan.step-{number * EACH}.yaml" for number in range(1, 5)),
+    ]
+    # Whoever compares, notices one bit.
+    moves = [json.loads((broken.folder / f"found-{rank}.json").read_text()) for rank in range(3)]
+    assert [move["equal"] for (move,) in moves] == [False, True, True]
