@@ -7,6 +7,8 @@ import sys
 import traceback
 from dataclasses import dataclass
 
+NOT_IN_PLACE = "not moved in place: "
+"""Begins what the ranks of a supervised run say where they end for a restart in place of a move."""
 CAUSE = "the run ends: "
 """What a rank prints before another rank's error that ends it."""
 INTERRUPTED = 130

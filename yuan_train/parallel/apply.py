@@ -106,9 +106,12 @@ class RankRuntime:
     """Of this rank's stages whose parameters are in pages of the host."""
 
 
-def free_buffers(runtime: RankRuntime, keeping: Iterable[Tensor]) -> None:
-    """Free the memory of weights, gradients and optimizer state, whoever refers to it still, but for those
-    buffers of which there are views in `keeping`. The runtime can run nothing any more."""
+def take_apart(runtime: RankRuntime, keeping: Iterable[Tensor]) -> None:
+    """Destroy the groups, and free the memory of weights, gradients and optimizer state, whoever refers to it
+    still, but for those buffers of which there are views in `keeping`. Nothing may be under way on any rank;
+    not collective."""
+    runtime.reducer.close()
+    runtime.groups.close()
     kept = {tensor.untyped_storage().data_ptr() for tensor in keeping}
     buckets = (*runtime.buckets, *(state.bucket for state in runtime.frozen))
     shards = (shard for state in runtime.states for shard in state.shards)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from yuan_train.config.architecture import ADAPTERS
 from yuan_train.parallel.activity import Activity, during
@@ -352,11 +353,17 @@ class GradReducer:
         self._context = copy_context()
         self._ended: set[int] = set()
         """Stages whose closing step has ended since the last compute step."""
+        self._hooks: list[RemovableHandle] = []
         for name, parameter in {n: p for held in parameters.values() for n, p in held.items()}.items():
             # Ops that add their weights' gradients say when: at once, or later.
             parameter.on_main_gradient = partial(self.arrived, name)  # pyright: ignore
             if name not in self._deferred:
-                parameter.register_post_accumulate_grad_hook(self._hook(name))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(name)))
+
+    def close(self) -> None:
+        """Forget the parameters, and they this: what refers to itself through torch is never collected."""
+        for hook in self._hooks:
+            hook.remove()
 
     def follow(self, program: RankProgram) -> None:
         """From the next optimizer step on, gradients are those of this program of the same stages."""

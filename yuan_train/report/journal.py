@@ -38,6 +38,10 @@ class Entry:
     """Those that are here and are not let in."""
     step: int = 0
     """The newest saved one."""
+    live_seconds: float | None = None
+    """Of a move in the processes that were there; None: new ones were started."""
+    live_bytes: int | None = None
+    """Of state, which that sent between ranks."""
 
 
 class Journal:
@@ -90,13 +94,13 @@ def _entry(line: Line | None) -> Entry | None:
     if line is None or not line.keys() <= _NAMES or not {"time", "event", "reason"} <= line.keys():
         return None
     entry, names = Entry(**line), (*_list(line.get("nodes", [])), *_list(line.get("waiting", [])))
-    forecasts = (entry.forecast_before, entry.forecast_after)
+    amounts = (entry.forecast_before, entry.forecast_after, entry.live_seconds, entry.live_bytes)
     is_right = (
         is_number(entry.time)
         and 0 <= entry.time < 2**35
         and is_step_number(entry.step)
         and all(isinstance(text, str) for text in (entry.event, entry.reason, entry.plan or "", *names))
-        and all(one is None or (is_number(one) and one >= 0) for one in forecasts)
+        and all(one is None or (is_number(one) and one >= 0) for one in amounts)
     )
     return entry if is_right else None
 

@@ -35,8 +35,7 @@ COMPARED = 256
 
 def is_number(value: Any) -> bool:
     """Whether a plain value is a finite number that something may have measured; no boolean is."""
-    kind = type(value)
-    return bool((kind is float or kind is int) and -LARGEST < value < LARGEST)
+    return type(value) in (float, int) and -LARGEST < value < LARGEST
 
 
 def is_step_number(value: Any) -> bool:

@@ -6,6 +6,7 @@ Reads top to bottom: a life of rounds; a round; what the lead does besides.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import statistics
@@ -22,13 +23,14 @@ from pathlib import Path
 
 from yuan_train.checkpoint.in_memory import remove_copies
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in
-from yuan_train.config.errors import CAUSE, NoPlanFits
+from yuan_train.config.document import is_mapping
+from yuan_train.config.errors import CAUSE, NOT_IN_PLACE, NoPlanFits
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan, node_of
-from yuan_train.config.plan_constraints import load_plan
+from yuan_train.config.plan_constraints import load_plan, plan_digest, restart_reason
 from yuan_train.config.run import RunConfig, SuperviseConfig
-from yuan_train.config.units import show_seconds
-from yuan_train.parallel.environment import end_with_parent, free_port
+from yuan_train.config.units import show_bytes, show_seconds
+from yuan_train.parallel.environment import NEXT_PLAN, end_with_parent, free_port
 from yuan_train.report.journal import Event, Journal
 from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
 from yuan_train.report.steps import Line, checked, is_timed, parse_line
@@ -98,8 +100,9 @@ _BY_OTHERS = re.compile(r" \(rank \d+ \(.*$")
 class Ranks:
     """The process that runs a node's ranks; what they print goes through, and its end is kept."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        """`words` are what follows `yuan-train`."""
+    def __init__(self, words: Sequence[str], next_plan: Path) -> None:
+        """`words` are what follows `yuan-train`; `next_plan` is the file that `go_on_with` has them read."""
+        self._next_plan = next_plan
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "yuan_train", *words],
@@ -108,6 +111,7 @@ class Ranks:
             text=True,
             errors="replace",
             preexec_fn=end_with_parent,
+            env={**os.environ, NEXT_PLAN: str(next_plan)},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -122,6 +126,17 @@ class Ranks:
         if not self._asked and self.poll() is None:
             self._asked = True
             self._process.terminate()
+
+    def go_on_with(self, plan: str) -> None:
+        """Have them move to another plan, as the processes that they are."""
+        write_text(self._next_plan, plan)
+        self._process.send_signal(signal.SIGUSR1)
+
+    def obstacle(self) -> str:
+        """Why they have ended in place of a move, if they have said so."""
+        self._reader.join(timeout=2)
+        said = [line.removeprefix(NOT_IN_PLACE) for line in self._lines if line.startswith(NOT_IN_PLACE)]
+        return said[-1].partition(";")[0] if said else ""
 
     def kill(self) -> None:
         """End them as they are; `launch` takes its ranks with it."""
@@ -243,6 +258,8 @@ def _hearing_signals() -> Iterator[_Signals]:
             raise _Leaving
 
     before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Its children are born deaf to what moves ranks, until they can hear it.
+    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield signals
     finally:
@@ -287,7 +304,7 @@ def _run_ranks(
     signals: _Signals,
 ) -> Done:
     """Run this node's ranks of the order's plan until they end; a node without ranks waits for the others."""
-    ranks = _start(job, agent, order)
+    ranks, number = _start(job, agent, order), order.number
     try:
         while ranks is None or ranks.poll() is None:
             signals.leaves = signals.leaves or room.is_halted()
@@ -299,6 +316,11 @@ def _run_ranks(
                 return Done(0)
             elif lead is not None:
                 lead.look_around()
+            move = current.moved_order()
+            if move is not None and move.plan is not None and move.number != number:
+                number = move.number
+                if ranks is not None:
+                    ranks.go_on_with(move.plan)
             time.sleep(POLL_SECONDS)
     except RuntimeError:
         # The store is gone; the ranks have links of their own, and may still save.
@@ -311,7 +333,8 @@ def _run_ranks(
             ranks.kill()
     assert ranks is not None
     code = ranks.poll() or 0
-    return Done(code, ranks.fault(agent.node) if code else "", leaves=signals.leaves)
+    fault = ranks.fault(agent.node) if code else ""
+    return Done(code, fault, leaves=signals.leaves, obstacle=ranks.obstacle())
 
 
 def _start(job: Supervised, agent: Agent, order: Directive) -> Ranks | None:
@@ -321,7 +344,8 @@ def _start(job: Supervised, agent: Agent, order: Directive) -> Ranks | None:
     path = plan_path(job, order.number)
     write_text(path, order.plan)
     meeting = ("--this-node", agent.node, "--rendezvous", order.meeting)
-    return Ranks(["launch", "--plan", str(path), *meeting, *job.words])
+    next_plan = path.with_name("next.yaml")
+    return Ranks(["launch", "--plan", str(path), *meeting, *job.words], next_plan)
 
 
 def plan_path(job: Supervised, number: int) -> Path:
@@ -333,6 +357,17 @@ def _await_end(ranks: Ranks, seconds: float) -> None:
     end = time.monotonic() + seconds
     while ranks.poll() is None and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A move that the ranks were asked for, in the processes that they are."""
+
+    plan: Plan
+    number: int
+    reason: str
+    before: float
+    """Forecast seconds of a step as it is."""
 
 
 class Lead:
@@ -353,6 +388,8 @@ class Lead:
         """Nodes that wait, of which it is decided whether they are let in."""
         self._weighed: Pace = self._pace
         """Of which it is decided whether it is planned for."""
+        self._asked: Asked | None = None
+        """What the ranks have not answered yet."""
 
     @property
     def _nodes(self) -> tuple[str, ...]:
@@ -405,6 +442,8 @@ class Lead:
         if waiting and waiting != self._considered:
             self._considered = waiting
             self._consider(waiting)
+        elif self._asked is not None:
+            self._look_for_move(self._asked)
         elif self._plan is not None:
             self._weigh_pace(self._plan)
 
@@ -456,25 +495,57 @@ class Lead:
         self._weighed = pace
         try:
             before = self._job.price_plan(plan, self._nodes, pace)
-            after = _forecast(self._job.find_plan(self._nodes, pace))
+            found = self._job.find_plan(self._nodes, pace)
         except NoPlanFits:
             return
-        move, words = self._weigh(before, after), _pace_words(pace, old, slow)
+        after, obstacle = _forecast(found), restart_reason(plan, found, run)
+        move, words = self._weigh(before, after, live=obstacle is None), _pace_words(pace, old, slow)
         if not move.is_worth_it:
             self._note("stays", f"{words}: {move.reason}", None, before, after)
             return
+        # Whatever comes of it: the next start is under the new plan too.
+        kept, reason = self._room.recall("plan"), f"{words}: {move.reason}"
         self._room.remember("pace", pace)
-        self._room.remember("plan", {**self._room.recall("plan"), "forecast": before, "is_stale": True})
-        self._stop(f"{words}: {move.reason}")
+        self._room.remember("plan", {**kept, "forecast": before, "is_stale": True})
+        if obstacle is not None:
+            self._stop(f"{reason}; by a restart, for {obstacle}")
+            return
+        self._room.remember("why", reason)
+        number = kept["number"] + 1
+        path, text = plan_path(self._job, number), dump(found)
+        write_text(path, text)
+        # As the ranks read it.
+        self._asked = Asked(plan=load_plan(path), number=number, reason=reason, before=before)
+        self._round.move(Directive(text, number=number))
 
-    def _weigh(self, before: float, after: float) -> Weighed:
-        run = self._job.run
+    def _look_for_move(self, asked: Asked) -> None:
+        """If the ranks go on under the plan that they were asked for, write that down, and do as they."""
+        digest = plan_digest(asked.plan)
+        lines = [line for line in _last_lines(self._job.run) if is_mapping(line.get("moved"))]
+        line = next((line for line in reversed(lines) if line["moved"].get("plan") == digest), None)
+        if line is None:
+            return
+        seconds, size = float(line["moved"]["seconds"]), int(line["moved"]["bytes"])
+        self._asked, self._plan, self._first_step = None, asked.plan, line["step"] - 1
+        self._room.remember("live_seconds", seconds)
+        self._room.remember("why", None)
+        forecast, path = _forecast(asked.plan), plan_path(self._job, asked.number)
+        kept = {"number": asked.number, "nodes": list(self._nodes), "forecast": forecast}
+        self._room.remember("plan", kept | {"text": dump(asked.plan)})
+        how = f"moved live in {show_seconds(seconds)}, {show_bytes(size)} sent between ranks"
+        live = {"live_seconds": seconds, "live_bytes": size}
+        self._note("moved", f"{asked.reason}; {how}", path, asked.before, forecast, **live)
+
+    def _weigh(self, before: float, after: float, *, live: bool = False) -> Weighed:
+        """Whether a move is worth it; `live`: in the processes that there are, of which none is slower than a
+        restart."""
+        run, move_seconds = self._job.run, self._room.recall("move_seconds") or MOVE_SECONDS
         return weigh_move(
             before,
             after,
             measured=_measured(run),
             steps_left=run.train.steps - last_step(run),
-            move_seconds=self._room.recall("move_seconds") or MOVE_SECONDS,
+            move_seconds=(live and self._room.recall("live_seconds")) or move_seconds,
             settings=run.supervise,
         )
 
@@ -492,6 +563,10 @@ class Lead:
         if leaving:
             self._room.remember("why", f"{_listed(leaving)} had to go (SIGTERM)")
         if leaving or self._round.stop_reason() is not None:
+            return None
+        if self._asked is not None and is_whole and not faults:
+            told = next(filter(None, (entry.obstacle for entry in done.values())), "the ranks were ended")
+            self._room.remember("why", f"{self._asked.reason}; by a restart, for {told}")
             return None
         worst = min(faults, key=lambda entry: entry.code not in SPOILT) if faults else None
         if worst is not None and worst.code in SPOILT:
@@ -520,7 +595,13 @@ class Lead:
         self._round.stop(reason)
 
     def _note(
-        self, event: Event, reason: str, plan: Path | None, before: float | None, after: float | None
+        self,
+        event: Event,
+        reason: str,
+        plan: Path | None,
+        before: float | None,
+        after: float | None,
+        **more: Any,
     ) -> None:
         """Write an entry of the journal, and say it."""
         self._journal.write(
@@ -532,6 +613,7 @@ class Lead:
             nodes=self._nodes,
             waiting=self._considered,
             step=last_step(self._job.run),
+            **more,
         )
         words = f" ({plan}, {show_seconds(after or 0.0)} a step)" if plan is not None else ""
         logger.warning("supervise: %s: %s%s", event, reason, words)

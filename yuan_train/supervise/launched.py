@@ -65,9 +65,10 @@ def start_ranks(
     """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
 
     The rank `speaker`, or on another node the first, writes to this process's streams. Each rank runs
-    `yuan-train COMMAND`; `address` is the rendezvous, host and port. Forwards SIGTERM to the ranks. A rank of
-    `spare` that fails once its links stand leaves the others as they are. A rank that is stopped for longer
-    than `timeout_seconds`, in which the others give it up, is killed: it would never hear of the end.
+    `yuan-train COMMAND`; `address` is the rendezvous, host and port. The ranks get SIGTERM and SIGUSR1 that
+    this process gets. A rank of `spare` that fails once its links stand leaves the others as they are. A rank
+    that is stopped for longer than `timeout_seconds`, in which the others give it up, is killed: it would
+    never hear of the end.
     """
     children: list[_Child] = []
     faults = NodeFaults(node.name, node.ranks, world_size, address)
@@ -78,13 +79,15 @@ def start_ranks(
                 child.process.send_signal(signum)
 
     told = tempfile.TemporaryDirectory(prefix="yuan-train-")
-    previous = signal.signal(signal.SIGTERM, forward_signal)
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward_signal)}
     try:
         for local_rank, rank in enumerate(node.ranks):
             environment = _environment(node, rank, local_rank, world_size, *address)
             environment[TOLD] = told.name
             speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
             children.append(_start_rank(command, rank, environment, inherits_output=speaks))
+        # Only now: ranks are born deaf to it if this process is, until they can hear it.
+        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, forward_signal)
         patience = timeout_seconds + STOPPED_SECONDS
         return _wait(
             children,
@@ -100,7 +103,8 @@ def start_ranks(
     finally:
         _kill(children)
         told.cleanup()
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         for child in children:
             if child.output is not None:
                 child.output.close()

@@ -9,8 +9,8 @@ and who waits to come in. Beside it lie, in the same c10d store,
 - `ended`: how the whole run has ended, for agents and for the command that started them;
 
 and of each round `node/RANK` (who an agent is), `beat/RANK` (that it lives), `order` (what the lead wants
-done), `stop` (why the ranks are to end), `done/RANK` (how an agent's ranks have ended), and `verdict` (what
-comes of it).
+done), `move` (the plan with which the ranks are to go on as they are), `stop` (why they are to end),
+`done/RANK` (how an agent's ranks have ended), and `verdict` (what comes of it).
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Done:
     """What they have said; empty if they ended well."""
     leaves: bool = False
     """Whether the agent was told to go: its node takes part no more."""
+    obstacle: str = ""
+    """Why they did not go on under the plan of `Round.move`, if they have said so."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,15 @@ class Round:
                 return None
             time.sleep(POLL_SECONDS)
         return Directive(**_read(self._store, "order"))
+
+    def move(self, order: Directive) -> None:
+        """As the lead: have the ranks go on under another plan, as the processes that they are."""
+        self._store.set("move", json.dumps(asdict(order)))
+
+    def moved_order(self) -> Directive | None:
+        """The newest plan with which the ranks are to go on as they are; None: that of the order."""
+        found = _read(self._store, "move")
+        return None if found is None else Directive(**found)
 
     def start_beating(self) -> threading.Event:
         """Let the others see that this agent lives, until the event is set."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from yuan_train.checkpoint.live import LiveCheckpoint, RanksMemory
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.errors import YuanError
+from yuan_train.config.errors import NOT_IN_PLACE, YuanError
 from yuan_train.config.express import check_engine
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import (
@@ -33,7 +33,7 @@ from yuan_train.config.plan_constraints import (
     restart_reason,
 )
 from yuan_train.config.units import show_bytes
-from yuan_train.parallel.apply import free_buffers
+from yuan_train.parallel.apply import take_apart
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, sum_over_world
 from yuan_train.parallel.tiers.slab import available_bytes
@@ -72,10 +72,6 @@ def agree_on_plan(job: Job, engine: Engine, asked: StopRequest, *, is_last: bool
         if isinstance(plan, Plan) and plan != job.plan:
             plan = _obstacle(job, engine, plan) or plan
     return plan if isinstance(plan, Plan) else f"{NOT_IN_PLACE}{plan}; saved for a restart"
-
-
-NOT_IN_PLACE = "not moved in place: "
-"""Begins what the log says where ranks end for a restart in place of a move."""
 
 
 def _read(path: Path) -> Plan | str:
@@ -151,8 +147,7 @@ def _take_apart(job: Job, trainer: Trainer, progress: Progress) -> tuple[RanksMe
     held = _on_host(trainer.tensors("held"), job.device)
     # Once all have told what they hold, nobody waits for anything of the groups.
     memory = RanksMemory(held, node_of(job.plan.ranks[job.position.rank]))
-    free_buffers(trainer.runtime, [box.tensor for shard in held.values() for box in shard.boxes])
-    trainer.runtime.groups.close()
+    take_apart(trainer.runtime, [box.tensor for shard in held.values() for box in shard.boxes])
     release_free_memory(job.device)
     return memory, state
 
