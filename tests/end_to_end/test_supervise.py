@@ -23,6 +23,7 @@ from tests.support.supervised import (
     group_of,
     lose_node,
     make_supervised,
+    ranks_of,
     slowed,
     steps_done,
     supervised,
@@ -97,26 +98,31 @@ def test_a_lost_node_costs_a_few_steps(project: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_card_that_slows_is_planned_for(project: Path, tmp_path: Path) -> None:
-    """It gets less to do, a step is shorter again, and no loss changes."""
+    """It gets less to do in the processes that there are, a step is shorter again, and no loss changes."""
     cluster = yaml.safe_load((project / "cluster.yaml").read_text())
     cluster["nodes"][0]["devices"] = 1
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     more = (*words(100_000), "checkpoint.every=20", "supervise.slow=2", f"--cluster={tmp_path}/cluster.yaml")
     with supervised(project, tmp_path, *more) as process:
         wait_until(lambda: steps_done(tmp_path) >= 30, tmp_path)
+        ranks = [ranks_of(node, tmp_path) for node in ("a", "b")]
         with slowed("b", tmp_path):
             wait_until(lambda: [e.event for e in entries(tmp_path)] == ["started", "moved"], tmp_path)
             moved = entries(tmp_path)[-1]
             wait_until(lambda: steps_done(tmp_path) >= moved.step + 40, tmp_path)
+            assert [ranks_of(node, tmp_path) for node in ("a", "b")] == ranks != [[], []]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=SECONDS) == 0
+    lines = read_metrics(tmp_path / "log")
+    (line,) = (line for line in lines if "moved" in line)
+    assert (moved.live_seconds, moved.live_bytes) == (line["moved"]["seconds"], line["moved"]["bytes"])
+    assert (tmp_path / "log" / f"plan.step-{line['step'] - 1}.yaml").exists()
     assert moved.reason.startswith("b/0 computes ") and "(1.0 was planned for): a step of" in moved.reason
     assert moved.forecast_before is not None and moved.forecast_after is not None
     assert moved.forecast_after < 0.8 * moved.forecast_before
-    lines = read_metrics(tmp_path / "log")
     before, after = (
         statistics.median(line["step_seconds"] for line in part)
-        for part in (lines[moved.step - 16 : moved.step], lines[moved.step + 3 : moved.step + 40])
+        for part in (lines[line["step"] - 17 : line["step"] - 1], lines[line["step"] + 3 : moved.step + 40])
     )
     assert after < 0.8 * before
     for found, wanted in zip(lines, read_metrics(project / "alone"), strict=False):

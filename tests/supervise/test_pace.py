@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.project import make_project, parse_plan, run_config, with_forecast
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_constraints import save_plan
+from yuan_train.config.plan_constraints import load_plan, plan_digest, save_plan
 from yuan_train.config.run import SuperviseConfig
 from yuan_train.report.journal import read_entries
 from yuan_train.report.run_log import measured_pace, read_run
@@ -119,10 +119,12 @@ class FakeRoom:
 class FakeRound:
     def __init__(self) -> None:
         self.orders: list[Any] = []
+        self.moves: list[Any] = []
         self.stopped = ""
+        self.done = {0: Done(0), 1: Done(0, leaves=True)}
 
     def all_done(self) -> dict[int, Done]:
-        return {0: Done(0), 1: Done(0, leaves=True)}
+        return self.done
 
     def stop_reason(self) -> None:
         return None
@@ -133,6 +135,9 @@ class FakeRound:
     def give(self, order: Any) -> None:
         self.orders.append(order)
 
+    def move(self, order: Any) -> None:
+        self.moves.append(order)
+
     def stop(self, reason: str) -> None:
         self.stopped = reason
 
@@ -140,14 +145,15 @@ class FakeRound:
 class FakePlanner:
     """Plans whose step is as long as their slowest card allows, or a half where that is planned for."""
 
-    def __init__(self, plan: Plan, gain: float) -> None:
-        self.plan, self.gain = plan, gain
+    def __init__(self, plan: Plan, gain: float, later: Plan | None = None) -> None:
+        """`later`: the plan for cards with a pace, if it is another one."""
+        self.plan, self.gain, self.later = plan, gain, later or plan
         self.asked: list[dict[str, float]] = []
 
     def find(self, here: Sequence[str], pace: Any) -> Plan:
         self.asked.append(dict(pace))
         step = max([1.0, *pace.values()]) * (1 - self.gain if pace else 1.0)
-        return with_forecast(self.plan, seconds=SECONDS, step_seconds=step)
+        return with_forecast(self.later if pace else self.plan, seconds=SECONDS, step_seconds=step)
 
     def price(self, plan: Plan, here: Sequence[str], pace: Any) -> float:
         return max([1.0, *pace.values()])
@@ -174,7 +180,11 @@ def write_lines(folder: Path, found: list[Any]) -> None:
 
 
 def stopped(lead: Lead) -> str:
-    return lead._round.stopped  # pyright: ignore
+    return round_of(lead).stopped
+
+
+def round_of(lead: Lead) -> FakeRound:
+    return lead._round  # pyright: ignore
 
 
 def test_a_slow_card_is_planned_for_and_later_not(
@@ -189,16 +199,37 @@ def test_a_slow_card_is_planned_for_and_later_not(
         lead.look_around()
     assert not stopped(lead) and planner.asked == [{"left/0": 0.5}]
     write_lines(tmp_path, lines(2, 60, 0.0, 0, slow_from=30))
-    lead.look_around()
-    assert stopped(lead).startswith(
-        "card/1 computes 3.0 times as long as its type is forecast to (1.0 was planned for): a step of 1.5 s"
-    )
-    # The next start has another plan of the same node, made for what was measured.
-    again = lead_of(tmp_path, planner, room, monkeypatch)
+    for _ in range(2):
+        # Asked once: the ranks go on as they are, under a plan made for what was measured.
+        lead.look_around()
+    (order,) = round_of(lead).moves
+    assert not stopped(lead) and order.number == 2
     assert planner.asked[-1] == {"left/0": 0.5, "card/0": 1.0, "card/1": 3.0}
+    assert read_entries(tmp_path / "log")[0][-1].event == "started"
+    path = tmp_path / "log" / "plans" / "plan-2.yaml"
+    answer = {"plan": plan_digest(load_plan(path)), "seconds": 0.25, "bytes": 3 << 20}
+    found = lines(2, 64, 0.0, 0, slow_from=30)
+    found[62]["moved"] = answer
+    write_lines(tmp_path, found)
+    lead.look_around()
     moved = read_entries(tmp_path / "log")[0][-1]
     assert (moved.event, moved.forecast_before, moved.forecast_after) == ("moved", 3.0, 1.5)
-    assert moved.plan is not None and moved.plan.endswith("plan-2.yaml")
+    assert (moved.plan, moved.live_seconds, moved.live_bytes) == (str(path), 0.25, 3 << 20)
+    assert moved.reason.startswith(
+        "card/1 computes 3.0 times as long as its type is forecast to (1.0 was planned for): a step of 1.5 s"
+    )
+    assert moved.reason.endswith("; moved live in 250 ms, 3.0 MiB sent between ranks")
+    # The pace under the new plan is that of steps after the move.
+    found = lines(2, 100, 0.0, 0, slow_from=30)
+    found[62]["moved"] = answer
+    for line in found[62:]:
+        line["stage_seconds"] = [4.8, 4.8]
+    write_lines(tmp_path, found)
+    lead.look_around()
+    assert len(round_of(lead).moves) == 1 and not stopped(lead)
+    # A start after that, for whatever reason, has the same plan.
+    again = lead_of(tmp_path, planner, room, monkeypatch)
+    assert round_of(again).orders[0].number == 2 and round_of(again).orders[0].plan == path.read_text()
     # As forecast for the slow card, both are at the pace of the plan; then it is three times as fast.
     write_lines(tmp_path, lines(2, 30, 0.0, 0))
     again.look_around()
@@ -207,7 +238,40 @@ def test_a_slow_card_is_planned_for_and_later_not(
     write_lines(tmp_path, faster)
     again.look_around()
     assert planner.asked[-1] == {"left/0": 0.5, "card/0": 1.0, "card/1": 1.0}
-    assert "card/1 computes 1.0 times as long as its type is forecast to (3.0 was" in stopped(again)
+    assert len(round_of(again).moves) == 1
+
+
+def test_what_the_processes_cannot_become_takes_a_restart(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known before it is asked, or told by ranks that have ended in its place: the journal has the reason."""
+    slow = lines(2, 60, 0.0, 0, slow_from=30)
+    room = FakeRoom()
+    lead = lead_of(tmp_path, FakePlanner(plans[2], 0.5, single_card(plans[2])), room, monkeypatch)
+    write_lines(tmp_path, slow)
+    lead.look_around()
+    assert stopped(lead).endswith("; by a restart, for the plan leaves out card/1")
+    assert not round_of(lead).moves
+    folder, room = tmp_path / "again", FakeRoom()
+    folder.mkdir()
+    lead = lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    write_lines(folder, slow)
+    lead.look_around()
+    assert round_of(lead).moves and not stopped(lead)
+    round_of(lead).done = {0: Done(0, obstacle="no room"), 1: Done(0)}
+    lead.judge()
+    assert stopped(lead) == "{'again': True}"
+    lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    moved = read_entries(folder / "log")[0][-1]
+    assert moved.event == "moved" and moved.reason.endswith("; by a restart, for no room")
+    assert moved.live_seconds is None
+
+
+def single_card(plan: Plan) -> Plan:
+    """All layers on the first of a plan's cards."""
+    pipeline = plan.pipelines[0]
+    stage = replace(pipeline.stages[0], layers=(0, plan.model.num_layers), head=True)
+    return replace(plan, ranks=plan.ranks[:1], pipelines=(replace(pipeline, stages=(stage,)),))
 
 
 def test_a_slow_card_stays_where_nothing_gains(

@@ -269,7 +269,13 @@ def test_a_run_moves_from_plan_to_plan(run_file: Path, tmp_path: Path) -> None:
 
 def test_experts_and_their_biases_move(tmp_path: Path) -> None:
     """In bf16, between ranks that share experts and ranks that do not."""
-    model = {"architecture": "llama", "num_experts": 4, "experts_per_token": 2, "balance": "bias"}
+    model = {
+        "architecture": "llama",
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "balance": "bias",
+        "balance_rate": 0.01,
+    }
     run_file = make_project(tmp_path, model=model)
     plans = [
         plan_of(run_file, "1x8: 6@0,1"),
