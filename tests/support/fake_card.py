@@ -54,6 +54,11 @@ def poison(tensor: torch.Tensor) -> None:
         _bytes_of(tensor).fill_(POISON)
 
 
+def _storage_of(weak: StorageWeakRef) -> torch.UntypedStorage:
+    """That of a reference which has not expired."""
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # pyright: ignore
+
+
 class _Range:
     """Bytes of memory, of the card's without a hold on them."""
 
@@ -71,7 +76,7 @@ class _Range:
             return self._tensor
         if self._storage.expired():
             return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # pyright: ignore
+        storage = _storage_of(self._storage)
         empty = torch.empty(0, dtype=torch.uint8)
         return empty.set_(storage, self._offset, (self.end - self.start,), (1,))
 
@@ -396,7 +401,8 @@ class FakeCard:
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self.finish_compute()
-        return tensor.clone()
+        with _disable_current_modes():
+            return self.host_empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def start_to_host(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         self._count_pageable(host)
@@ -473,7 +479,8 @@ class FakeCard:
 
     def _free(self) -> None:
         for key, (storage, size) in list(self._held.items()):
-            if storage.expired():
+            # One that somebody has emptied takes nothing, whoever refers to it.
+            if storage.expired() or not _storage_of(storage).nbytes():
                 del self._held[key]
                 self.allocated -= size
 

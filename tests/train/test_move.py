@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, read_metrics, run_config, with_forecast
 from tests.support.ranks import saved_tensors
 from tests.support.spawn import as_rank, free_port, spawn
@@ -24,12 +25,14 @@ from yuan_train.checkpoint import live
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import step_name
+from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import plan_digest, plans_in, restart_reason, save_plan
+from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.environment import NEXT_PLAN
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.transfer import plan_holdings
-from yuan_train.train import run
+from yuan_train.train import move, run
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.step import Trainer
 
@@ -122,7 +125,7 @@ def moving(chain: Chain, rank: int, found: list[dict[str, Any]]) -> Iterator[Non
             lacking = mask_of(shard) & ~before.get(key, torch.zeros(shard.shape, dtype=torch.bool))
             bound += int(lacking.sum()) * shard.boxes[0].tensor.itemsize
         saved = Path(job.run.checkpoint.directory) / step_name(progress.step)
-        equal = is_as_loaded(engine, saved)
+        equal = is_as_loaded(engine, saved) if saved.exists() else None
         found.append(
             {
                 "bytes": num_bytes,
@@ -288,14 +291,15 @@ def test_experts_and_their_biases_move(tmp_path: Path) -> None:
     assert any("router.bias" in key for key in saved_tensors(chain.folder / "ck"))
 
 
-def alone(chain: Chain, capsys: pytest.CaptureFixture[str]) -> str:
+def alone(chain: Chain, capsys: pytest.CaptureFixture[str], device: Device = CPU) -> str:
     """Run a chain of plans of one card in this process; what it has said."""
     torch.set_num_threads(1)
     chain.folder.mkdir()
     found: list[dict[str, Any]] = []
     with moving(chain, 0, found):
-        run.train(prepare(chain.config(chain.folder, 3 * EACH), chain.plans[0], Position()))
-    assert all(move["equal"] and move["bytes"] == 0 for move in found)
+        job = prepare(chain.config(chain.folder, 3 * EACH), chain.plans[0], Position())
+        run.train(replace(job, device=device))
+    assert all(move["equal"] is not False and move["bytes"] == 0 for move in found)
     return capsys.readouterr().err
 
 
@@ -314,6 +318,25 @@ def test_what_cannot_move_saves_for_a_restart(
     said = alone(Chain(run_file, tmp_path / "moves", [one, other]), capsys)
     assert "not moved in place: the plan puts something on hosts (optimizer_offload)" in said
     assert find_checkpoint(tmp_path / "moves" / "ck").step == EACH == len(read_metrics(tmp_path / "moves"))
+
+
+def test_a_card_has_no_room_for_two_plans_and_needs_none(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state waits on the host; without freeing what was there, the card is full."""
+    plans = [plan_of(run_file, text) for text in ("1x8: 6@0", "2x4: 6@0", "1x8: 6@0")]
+    more = ("train.precision=bf16", "checkpoint.every=0")
+    card = FakeCard(memory=4 << 20)
+    with card.counting():
+        said = alone(Chain(run_file, tmp_path / "moves", plans, more), capsys, card)
+    assert said.count("moved in place after step") == 2 and card.faults == []
+    alone(Chain(run_file, tmp_path / "cpu", plans, more), capsys)
+    losses = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in ("moves", "cpu")]
+    assert losses[0] == losses[1]
+    monkeypatch.setattr(move, "take_apart", lambda *_: None)
+    card = FakeCard(memory=4 << 20)
+    with card.counting(), pytest.raises(TrainingError, match="out of memory"):
+        alone(Chain(run_file, tmp_path / "full", plans, more), capsys, card)
 
 
 def test_reasons_for_a_restart(run_file: Path) -> None:

@@ -5,26 +5,30 @@ or a node is killed, stopped or told to go; a node that has gone comes back afte
 fault the run has to take another step within `LIMIT` seconds, and the journal to name the node. At the end
 all checkpoints are whole, and the losses are those of one process.
 
-And nodes alone, killed with all that they have in memory, of a run that has no checkpoint on disk.
+And nodes alone, killed with all that they have in memory, of a run that has no checkpoint on disk; and what a
+change of plan costs where no node is lost.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.project import difference, read_metrics
+from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
+from tests.support.spawn import free_port
 from tests.support.supervised import (
     entries,
     group_of,
@@ -37,6 +41,10 @@ from tests.support.supervised import (
 )
 from tools.bench.harness import MISSED, Row, case
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in
+from yuan_train.config.plan import Plan
+from yuan_train.config.plan_constraints import save_plan
+from yuan_train.parallel.environment import NEXT_PLAN
+from yuan_train.parallel.transfer import plan_holdings
 
 LOST = "a node is lost"
 MakeFault = Callable[[Path, str, random.Random], None]
@@ -97,6 +105,82 @@ def in_memory(faults: int, seed: int, steps: int) -> Iterator[Row]:
         if row.get("steps again", 0) > steps:
             row[MISSED] = f"{row['steps again']} steps were made again"
         yield row
+
+
+@case(
+    "faults/live",
+    formats={
+        "parameters": ",",
+        "move s": ".2f",
+        "without a step s": ".2f",
+        "sent MiB": ".2f",
+        "bound MiB": ".2f",
+    },
+    hidden=(64, 512),
+)
+def live(hidden: int) -> Iterator[Row]:
+    """Two ranks move from one cut of a model to another: in place, and by saving and starting again."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = {"hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_attention_heads": 8}
+        run_file = make_project(folder, model=model)
+        run = run_config(run_file)
+        plans = [parse_plan(run, text) for text in ("1x8: 4@0 | 2@1", "1x8: 2@0 | 4@1")]
+        for number, plan in enumerate(plans):
+            save_plan(folder / f"plan-{number}.yaml", plan)
+        for how in ("in place", "by a restart"):
+            row = {"hidden": hidden, "parameters": run.model.parameters, "how": how}
+            yield row | _move(folder, run_file, plans, in_place=how == "in place")
+
+
+def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool) -> Row:
+    """Move a run of its own from the first plan to the second: seconds from the call to the end of the first
+    step, with what that step takes, and what is sent."""
+    log, plan = folder / f"log-{in_place}", folder / "plan-0.yaml"
+    words = ["--config", str(run_file), "train.steps=100000", "validation.every=0", f"log.directory={log}"]
+    words += [f"checkpoint.directory={log / 'ck'}"]
+
+    def start(plan: Path) -> subprocess.Popen[bytes]:
+        meeting = ("--this-node", "all", "--rendezvous", f"127.0.0.1:{free_port()}")
+        line = [sys.executable, "-m", "yuan_train", "launch", "--plan", str(plan), *meeting, *words]
+        environment = {**os.environ, NEXT_PLAN: str(folder / "plan-1.yaml")}
+        return subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def lines() -> list[dict[str, Any]]:
+        return read_metrics(log)
+
+    process = start(plan)
+    try:
+        _await(lambda: lines()[QUIET], 3 * LIMIT)
+        began = time.monotonic()
+        if in_place:
+            process.send_signal(signal.SIGUSR1)
+            line = _await(lambda: next((line for line in lines() if "moved" in line), None), LIMIT)
+        else:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=LIMIT)
+            done = lines()[-1]["step"]
+            process = start(folder / "plan-1.yaml")
+            line = _await(lambda: lines()[done], LIMIT)
+        seconds = time.monotonic() - began
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=LIMIT)
+    finally:
+        process.kill()
+        process.wait()
+    row: Row = {"without a step s": seconds, MISSED: f"exit code {code}" if code else ""}
+    if in_place:
+        before, after = map(plan_holdings, plans)
+        bound = sum(
+            12 * math.prod(shard.shape)
+            for rank, held in after.items()
+            for name, shard in held.items()
+            if name not in before[rank]
+        )
+        sent = line["moved"]["bytes"]
+        row |= {"move s": line["moved"]["seconds"], "sent MiB": sent / 2**20, "bound MiB": bound / 2**20}
+        row[MISSED] += "more was sent than had to be" * (sent != bound)
+    return row
 
 
 def _campaign(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -106,10 +105,15 @@ class RunLog:
     def measured(self) -> Sequence[Line]:
         """The newest steps that ran under one plan, that of the last one, after its warm-up if there are
         such."""
-        newest, forecast = self.steps.newest, self.forecast_seconds
-        own = list(
-            itertools.takewhile(lambda line: line.get("forecast_step_seconds") == forecast, reversed(newest))
-        )[::-1]
+        own: list[Line] = []
+        for line in reversed(self.steps.newest):
+            if line.get("forecast_step_seconds") != self.forecast_seconds:
+                break
+            own.append(line)
+            if line.get("moved"):
+                # Its step is the first one under the plan.
+                break
+        own.reverse()
         return own[WARM_UP_STEPS:] or own
 
     @cached_property
