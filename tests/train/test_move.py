@@ -21,7 +21,6 @@ from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, read_metrics, run_config, with_forecast
 from tests.support.ranks import saved_tensors
 from tests.support.spawn import as_rank, free_port, spawn
-from yuan_train.checkpoint import live
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import step_name
@@ -32,7 +31,7 @@ from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.environment import NEXT_PLAN
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.transfer import plan_holdings
-from yuan_train.train import move, run
+from yuan_train.train import live, move, run
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.step import Trainer
 

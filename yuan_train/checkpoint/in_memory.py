@@ -37,7 +37,6 @@ from yuan_train.checkpoint.local_shards import LoadPlanner, Reader, Tensors
 from yuan_train.checkpoint.names import MANIFEST, VERSION, step_name
 from yuan_train.checkpoint.save import make_empty_directory, root_cause, write_tensors
 from yuan_train.config.errors import CheckpointError, TrainingError
-from yuan_train.parallel.groups import gather_objects
 
 T = TypeVar("T")
 
@@ -168,7 +167,7 @@ class NodeMemory:
         """Which ranks are on which node; ranks may have been numbered anew."""
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._places: dict[tuple[str, str], list[int]] = {}
-        for rank, place in enumerate(gather_objects(self._place, self._group)):
+        for rank, place in enumerate(self._gather(self._place)):
             self._places.setdefault(place, []).append(rank)
         own = self._places[self._place]
         self._local = own.index(self._rank), len(own)
@@ -375,7 +374,7 @@ class NodeMemory:
         Raises TrainingError, on all ranks, if one does not arrive; the copies are then dropped.
         """
         self._learn_places()
-        wanted = gather_objects(_files_of(path, tensors), self._group)
+        wanted = self._gather(_files_of(path, tensors))
         deliveries: list[Delivery] = []
         for place, ranks in self._places.items():
             lacking = sorted(set[str]().union(*(wanted[rank] for rank in ranks)) - sound[place])
@@ -385,7 +384,7 @@ class NodeMemory:
                 pair = source[i % len(source)], ranks[i % len(ranks)]
                 deliveries.append(Delivery(name, size, digest, *pair))
         faults = deliver(deliveries, path, group=self._group)
-        told = [fault for own in gather_objects(faults, self._group) for fault in own]
+        told = [fault for own in self._gather(faults) for fault in own]
         if told:
             self._first(shutil.rmtree, self.folder, True)
             raise TrainingError(
@@ -400,6 +399,14 @@ class NodeMemory:
         if self._is_first:
             work(*arguments)
 
+    def _gather(self, value: T) -> list[T]:
+        """What each rank has."""
+        if not dist.is_initialized():
+            return [value]
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, value, group=self._group)
+        return told
+
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Do something on all ranks, and return what each has found; all wait for all.
 
@@ -410,7 +417,7 @@ class NodeMemory:
             found = work(), None
         except OSError as error:
             found = None, f"{self._place[0]}: {error}"
-        told: list[tuple[Any, str | None]] = gather_objects(found, self._group)
+        told: list[tuple[Any, str | None]] = self._gather(found)
         _raise_first(fault for _, fault in told)
         return [value for value, _ in told]
 

@@ -218,12 +218,12 @@ def guard_world_collective(coord: RankCoord, what: str) -> Iterator[None]:
         yield
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank has; collective over all of them. `group` has all (None: the default group)."""
+def gather_objects(value: T) -> list[T]:
+    """What each rank has; collective over all of them."""
     if not dist.is_initialized():
         return [value]
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value, group=group)
+    dist.all_gather_object(told, value)
     return told
 
 

@@ -360,7 +360,7 @@ def _await_end(ranks: Ranks, seconds: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class MoveAsked:
     """A move that the ranks were asked for, in the processes that they are."""
 
     plan: Plan
@@ -388,7 +388,7 @@ class Lead:
         """Nodes that wait, of which it is decided whether they are let in."""
         self._weighed: Pace = self._pace
         """Of which it is decided whether it is planned for."""
-        self._asked: Asked | None = None
+        self._asked: MoveAsked | None = None
         """What the ranks have not answered yet."""
 
     @property
@@ -515,10 +515,10 @@ class Lead:
         path, text = plan_path(self._job, number), dump(found)
         write_text(path, text)
         # As the ranks read it.
-        self._asked = Asked(plan=load_plan(path), number=number, reason=reason, before=before)
+        self._asked = MoveAsked(plan=load_plan(path), number=number, reason=reason, before=before)
         self._round.move(Directive(text, number=number))
 
-    def _look_for_move(self, asked: Asked) -> None:
+    def _look_for_move(self, asked: MoveAsked) -> None:
         """If the ranks go on under the plan that they were asked for, write that down, and do as they."""
         digest = plan_digest(asked.plan)
         lines = [line for line in _last_lines(self._job.run) if is_mapping(line.get("moved"))]

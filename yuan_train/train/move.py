@@ -3,7 +3,7 @@
 A supervisor writes the plan and sends SIGUSR1, which is heard as SIGTERM is: at the end of a step all ranks
 learn of it together. They agree on the plan, or that it takes a restart, for which they save and end. A move
 is a save and a load, without the files: what a checkpoint holds goes from the old parts to the new ones
-(`checkpoint/live.py`).
+(`live.py`).
 
 A device never holds two sets of anything: gradients and weights in 16 bits are freed before the new ones are
 made, and a card's state waits in host memory meanwhile. On a processor, whose memory that is, the old masters
@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from yuan_train.checkpoint.live import LiveCheckpoint, RanksMemory
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import NOT_IN_PLACE, YuanError
 from yuan_train.config.express import check_engine
@@ -42,6 +41,7 @@ from yuan_train.train.cards import machine_id
 from yuan_train.train.ending import StopRequest
 from yuan_train.train.engine import Engine
 from yuan_train.train.job import Job, wait_for_steps
+from yuan_train.train.live import LiveCheckpoint, RanksMemory
 from yuan_train.train.memory import can_track_memory, release_free_memory, reset_peak_memory
 from yuan_train.train.saver import checkpoint_state
 from yuan_train.train.state import Progress

@@ -4,6 +4,8 @@ It is loaded as a checkpoint is, under any plan, but from the ranks' own tensors
 nobody holds all of it. A rank copies what it had before. Of the rest every element comes to it once, as a
 message of the nearest rank that has it, so that the bytes sent are the fewest that fill the new parts: those
 that a rank is to hold and did not.
+
+Apart from `move.py`, which knows engines and plans: here are tensors by name, and who holds what of them.
 """
 
 from __future__ import annotations
