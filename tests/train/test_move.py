@@ -31,6 +31,7 @@ from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.environment import NEXT_PLAN
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.transfer import plan_holdings
+from yuan_train.report.run_log import read_run
 from yuan_train.train import live, move, run
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.step import Trainer
@@ -259,6 +260,8 @@ def test_a_run_moves_from_plan_to_plan(run_file: Path, tmp_path: Path) -> None:
     assert links[0] == links[1] == links[5] == ["a - c", "a -> b", "b -> a", "b -> c", "c -> b"]
     assert links[3] == ["a - b - c"]
     assert all(len(line["stage_seconds"]) == 3 for line in lines)
+    log = read_run(chain.folder)
+    assert log.plan == plans[-1] and [line["step"] for line in log.of_plan] == [11, 12]
     # As many plans as there are different ones, each from the step on with which it began.
     assert [path.name for path in plans_in(chain.folder)] == [
         "plan.yaml",

@@ -116,7 +116,7 @@ def in_memory(faults: int, seed: int, steps: int) -> Iterator[Row]:
         "sent MiB": ".2f",
         "bound MiB": ".2f",
     },
-    hidden=(64, 512),
+    hidden=(64, 256),
 )
 def live(hidden: int) -> Iterator[Row]:
     """Two ranks move from one cut of a model to another: in place, and by saving and starting again."""
@@ -158,10 +158,10 @@ def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool
             line = _await(lambda: next((line for line in lines() if "moved" in line), None), LIMIT)
         else:
             process.send_signal(signal.SIGTERM)
-            process.wait(timeout=LIMIT)
+            process.wait(timeout=3 * LIMIT)
             done = lines()[-1]["step"]
             process = start(folder / "plan-1.yaml")
-            line = _await(lambda: lines()[done], LIMIT)
+            line = _await(lambda: lines()[done], 3 * LIMIT)
         seconds = time.monotonic() - began
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=LIMIT)
