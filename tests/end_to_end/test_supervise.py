@@ -102,12 +102,7 @@ def test_a_card_that_slows_is_planned_for(project: Path, tmp_path: Path) -> None
     cluster = yaml.safe_load((project / "cluster.yaml").read_text())
     cluster["nodes"][0]["devices"] = 1
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
-    more = (
-        *words(100_000),
-        "checkpoint.every=20",
-        "supervise.slow=2.4",
-        f"--cluster={tmp_path}/cluster.yaml",
-    )
+    more = (*words(100_000), "checkpoint.every=20", "supervise.slow=2", f"--cluster={tmp_path}/cluster.yaml")
     with supervised(project, tmp_path, *more) as process:
         wait_until(lambda: steps_done(tmp_path) >= 30, tmp_path)
         ranks = [ranks_of(node, tmp_path) for node in ("a", "b")]
