@@ -67,17 +67,17 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (11, 3038),
     "cli": (32, 6807),  # a terminal view of a run, and its cluster
-    "config": (16, 6347),  # durations in words and the rent of nodes came from the planner
+    "config": (16, 6375),  # durations in words and the rent of nodes came from the planner
     "data": (11, 3110),
     "hf_export": (3, 632),
     "machine": (8, 1207),
     "megatron": (4, 1157),
     "models": (27, 3805),
     "objectives": (3, 306),
-    "parallel": (27, 8200),  # with what moves a run in place
-    "profile": (4, 1315),
+    "parallel": (27, 8210),  # with what moves a run in place
+    "profile": (4, 1316),
     "report": (11, 2154),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7109),
+    "rl": (21, 7205),
     "schedule": (9, 2068),
     "serve": (6, 1794),
     "supervise": (6, 1549),

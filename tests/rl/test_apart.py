@@ -31,6 +31,7 @@ from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlan
 from yuan_train.parallel import links
 from yuan_train.parallel.links import Link
 from yuan_train.rl.apart import (
+    Answered,
     Desk,
     Offers,
     _Server,  # pyright: ignore[reportPrivateUsage]
@@ -357,7 +358,7 @@ def test_engines_draw_each_ticket_once_and_those_of_a_lost_one_are_known() -> No
     channels = [Channel(cast(Link, here), 0) for here, _ in ends]
 
     def offer(*numbers: int) -> None:
-        message = ("offer", offers.make([Ticket(n, (1,), 2) for n in numbers]), drawing)
+        message = ("offer", offers.make([Ticket(n, (1,), 2) for n in numbers], drawing))
         for channel in channels:
             channel.send(message)
 
@@ -371,10 +372,39 @@ def test_engines_draw_each_ticket_once_and_those_of_a_lost_one_are_known() -> No
     # What is asked for again is behind all that is offered.
     offer(10)
     assert drawn(1, 1) == [10] and offers.lost([10, 11], left=(1,)) == []
+    # One that is slow leaves the last ones of an offer to others, until it hears that it need not; never all.
+    channels[1].send(("leave", 3))
+    offer(20, 21, 22, 23, 24)
+    offer(30, 31)
+    found: list[int] = []
+    while len(found) < 3:
+        found += drawn(1, 8 - 2 * len(found))
+    assert found == [20, 21, 30] and not desks[1].has_news(8)
+    channels[1].send(("leave", 0))
+    assert drawn(1, 2) == [22] and drawn(0, 4) == [23, 24] and drawn(0, 8) == [31]
+    assert not desks[1].has_news(8)
     channels[0].send(("weights", 3))
     assert desks[0].orders(0, wait=True) == [("weights", 3)]
     channels[0].send(("stop",))
     assert desks[0].orders(0, wait=True) == [("stop",)]
+
+
+def test_engines_leave_tickets_to_faster_ones_by_how_long_they_would_take() -> None:
+    offers = Offers(cast(Any, Counter()), 3)
+
+    def tell(engine: int, seconds: float, tokens: int) -> None:
+        samples = [Sample(engine, n, (1,) * (tokens - n), (0.0,) * (tokens - n), "stop") for n in range(2)]
+        offers.hear(engine, Answered(samples, 0, seconds, 100.0, 0.0, 4))
+
+    tell(0, 10.0, 300)
+    tell(1, 20.0, 200)
+    assert offers.leaves(1, (0, 1, 2)) == 0, "nobody knows how fast the third is"
+    tell(2, 40.0, 400)
+    # A round takes 0.1, 0.2 and 0.4 s, the longest answer to a ticket 300 tokens in the mean, and all engines
+    # draw 0.175 tickets a second: 5.25 and 15.75 while these need longer.
+    assert [offers.leaves(engine, (0, 1, 2)) for engine in range(3)] == [0, 3, 8]
+    # Without the fastest one: 0.075 a second, 4.5 while the other needs longer.
+    assert [offers.leaves(engine, (1, 2)) for engine in (1, 2)] == [0, 2]
 
 
 @dataclass

@@ -28,6 +28,25 @@ MIB = 2**20
 """Bytes of a MiB."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How long a piece of work lasts where a process simulates a card."""
+
+    slowdown: float = 1.0
+    """Of the processor time that it used; 1 on a real card."""
+    piece_seconds: float | None = None
+    """In place of that; None: as `slowdown` says."""
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether a process waits after its work."""
+        return self.slowdown > 1 or self.piece_seconds is not None
+
+
+REAL = Pace()
+"""Of a card that nobody simulates."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceType:
     """A type of card: memory, peak rates and bandwidths. A peak of None: the card lacks that precision."""
@@ -54,10 +73,19 @@ class DeviceType:
     slowdown: Annotated[float, Ge(1)] | None = None
     """Only for cards simulated by a CPU process: after each computation the process waits, so that it takes
     this many times as long."""
+    piece_seconds: Annotated[float, Gt(0), Unit("seconds")] | None = None
+    """Likewise: each piece of work, such as the forward of a micro-batch or a round of generation, lasts so
+    long, whatever it took; one that takes longer lasts as long as it takes. Figures then repeat on a machine
+    with other work. None: as `slowdown` says, by which `profile` goes in any case."""
     capability: Annotated[float, Gt(0)] | None = None
     """NVIDIA's compute capability, `8.6`; None: another vendor's card, or not known."""
     price: Annotated[float, Gt(0)] | None = None
     """Rent of a card for an hour, in any currency; a node's own `price` takes precedence."""
+
+    @property
+    def pace(self) -> Pace:
+        """How long work lasts on the card, if a process simulates it."""
+        return Pace(self.slowdown or 1.0, self.piece_seconds if self.slowdown is not None else None)
 
     def peak(self, precision: Precision) -> float | None:
         """Peak FLOP/s in a precision, divided by a simulated card's slowdown; None if the card lacks it."""

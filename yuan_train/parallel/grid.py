@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from yuan_train.config.architecture import HALVES, half_of
+from yuan_train.config.devices import REAL, Pace
 from yuan_train.config.plan import (
     PipelinePlan,
     Plan,
@@ -134,10 +135,10 @@ class Grid:
         """All ranks of a pipeline, the lowest first."""
         return tuple(sorted({rank for replica in self.replicas(pipeline) for rank in replica}))
 
-    def slowdown(self, rank: int) -> float:
-        """How many times as long a computation takes on a simulated card of a rank; 1 on a real one."""
+    def pace(self, rank: int) -> Pace:
+        """How long work lasts on a rank's card, if a process simulates it."""
         device_type = self.plan.device_type(rank)
-        return (device_type.slowdown if device_type is not None else None) or 1.0
+        return REAL if device_type is None else device_type.pace
 
     def workers(self, pipeline: int) -> Workers:
         """The workers' numbers of each stage of a pipeline."""

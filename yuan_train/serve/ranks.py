@@ -211,7 +211,7 @@ class Lane:
             prefill_chunk=PREFILL_CHUNK,
             device=job.device.torch,
             dtype=job.dtype,
-            stopwatch=Stopwatch(job.device, slowdown=grid.slowdown(coord.rank)),
+            stopwatch=Stopwatch(job.device, pace=grid.pace(coord.rank)),
             ranks=self._groups.get(self._own[coord.pipeline]),
             documents=job.documents,
         )
