@@ -8,7 +8,7 @@ answer a; `successor`, the same, to which an environment says `b =` with the nex
 too; or `story`, first sentences of the quick start's stories. `learn` trains configs/run/rl-tiny.yaml on one
 of the first three, once for each seed, and prints the mean reward of the first step and of the last 20, of at
 most 1.20, or 2.40 of `successor`. `right` and `ends` are the rewards of that run; `of_a_fox` is that of
-configs/run/rl-story.yaml, `varied` that of `python -m tools.bench rl/forecast`.
+configs/run/rl-story.yaml; `varied` and `slowly_varied` those of `python -m tools.bench`.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class Successor:
 def varied(completion_ids: list[int]) -> float:
     """A number of 0 to 1 that differs from answer to answer, whatever a policy has learned to say."""
     return sum(place * token for place, token in enumerate(completion_ids, 1)) % 7 / 6
+
+
+def slowly_varied(completion_ids: list[int]) -> float:
+    """The same, after 10 ms."""
+    time.sleep(0.01)
+    return varied(completion_ids)
 
 
 def of_a_fox(completion: str) -> float:

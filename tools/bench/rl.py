@@ -7,6 +7,7 @@ times as long, so that two cores are enough to see three cards at work at once.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 from tools.bench.harness import MISSED, Row, case
 from tools.rl_tasks import CONFIG, run_words
@@ -119,7 +123,10 @@ def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
 
 
 def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps: int) -> Measured:
-    save_rl_plan(folder / "plan.yaml", roles_plan(cards, staleness=staleness, changes=CHANGES))
+    policy, first = cards
+    engines = alike(first, first * FASTER_ENGINE, CHANGES)
+    plan = roles_plan(card(policy), engines, staleness=staleness, changes=CHANGES)
+    save_rl_plan(folder / "plan.yaml", plan)
     words = run_words(folder, "sum", CHANGES, {"right": 1.0})
     lines = launch(folder / "plan.yaml", folder / "log", words, steps)
     later = lines[WARM_UP:]
@@ -136,36 +143,69 @@ def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps:
     )
 
 
-def roles_plan(cards: tuple[float, float], *, staleness: int, changes: tuple[str, ...]) -> RlPlan:
-    """One card that trains, and two that generate; `cards`: slowdowns of the policy and the first engine."""
+@dataclass(frozen=True)
+class EngineCard:
+    """A simulated card that generates."""
+
+    card: DeviceType
+    slots: int
+    share: float
+    """Of the prompts, where these are dealt."""
+
+
+def card(slowdown: float = 1.0, *, piece_seconds: float | None = None) -> DeviceType:
+    """A simulated card."""
+    return DeviceType(
+        memory=2**32,
+        fp32=80e9,
+        bf16=80e9,
+        memory_bandwidth=10e9,
+        slowdown=max(slowdown, 1.0),
+        piece_seconds=piece_seconds,
+    )
+
+
+def alike(fast: float, slow: float, changes: tuple[str, ...]) -> tuple[EngineCard, ...]:
+    """Two engines of these slowdowns with a slot for each of their answers, of which the first has
+    FASTER_ENGINE times as many."""
+    config = load_rl(CONFIG, changes)
+    group, samples = config.algorithm.group, config.samples_per_step
+    first = round(samples * FASTER_ENGINE / (1 + FASTER_ENGINE) / group) * group
+    parts = ((fast, first), (slow, samples - first))
+    return tuple(EngineCard(card(pace), slots, slots / samples) for pace, slots in parts)
+
+
+def roles_plan(
+    policy: DeviceType, engines: Sequence[EngineCard], *, staleness: int, changes: tuple[str, ...]
+) -> RlPlan:
+    """One card that trains, and others that generate."""
     config = load_rl(CONFIG, changes)
     run = policy_run(config, sequence_length=config.sequence_length)
-    group, samples = config.algorithm.group, config.samples_per_step
-    plan = _with_cards(single_card_plan(run), (cards[0],), "trains")
+    plan = _with_cards(single_card_plan(run), [policy], "trains")
     whole = plan.pipelines[0]
-    first = round(samples * FASTER_ENGINE / (1 + FASTER_ENGINE) / group) * group
-    engines = tuple(
+    pipelines = tuple(
         replace(
             whole,
-            micro_batch_size=slots,
+            micro_batch_size=engine.slots,
             num_micro_batches=1,
             stages=(
                 StagePlan(replicas=((rank,),), layers=whole.stages[0].layers, embedding=True, head=True),
             ),
         )
-        for rank, slots in enumerate((first, samples - first))
+        for rank, engine in enumerate(engines)
     )
-    ranks = (RankPlan(rank=0, device="", type=""), RankPlan(rank=1, device="", type=""))
-    generation = replace(plan, pipelines=engines, ranks=ranks)
-    generation = _with_cards(generation, (cards[1], cards[1] * FASTER_ENGINE), "generates")
-    roles = RolePlans(policy=RolePlan(plan=plan), generation=GenerationPlan(plan=generation))
+    ranks = tuple(RankPlan(rank=rank, device="", type="") for rank in range(len(engines)))
+    slots = sum(engine.slots for engine in engines)
+    generation = replace(plan, pipelines=pipelines, ranks=ranks, global_batch_size=slots)
+    generation = _with_cards(generation, [engine.card for engine in engines], "generates")
+    shares = tuple(engine.share for engine in engines)
+    roles = RolePlans(policy=RolePlan(plan=plan), generation=GenerationPlan(plan=generation, shares=shares))
     return RlPlan(mode="async" if staleness else "sync", staleness=staleness, roles=roles)
 
 
-def _with_cards(plan: Plan, slowdowns: tuple[float, ...], node: str) -> Plan:
+def _with_cards(plan: Plan, cards: Sequence[DeviceType], node: str) -> Plan:
     """The plan on simulated cards, one a rank."""
-    card = DeviceType(memory=2**32, fp32=80e9, bf16=80e9, memory_bandwidth=10e9)
-    types = {f"{node}-{i}": replace(card, slowdown=max(slow, 1.0)) for i, slow in enumerate(slowdowns)}
+    types = {f"{node}-{i}": kind for i, kind in enumerate(cards)}
     ranks = tuple(RankPlan(rank=i, device=f"{node}/{i}", type=name) for i, name in enumerate(types))
     return replace(plan, ranks=ranks, device_types=types)
 
@@ -188,17 +228,206 @@ LAST = 20
 def reward(seed: int, mode: str, steps: int, rate: float) -> Row:
     """The mean reward of the last 20 steps, of at most 1.20, of digits to be copied: one card trains, two
     generate."""
-    changes = (f"train.seed={seed}", f"optimizer.learning_rate={rate}")
-    if MODES[mode]:
-        changes += (f"generation.weights={mode}",)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plan = roles_plan((1.0, 1.0), staleness=MODES[mode], changes=changes)
-        save_rl_plan(folder / "plan.yaml", plan)
-        words = run_words(folder, "copy", changes)
-        lines = launch(folder / "plan.yaml", folder / "log", words, steps)
+    changes = _changes(seed, mode, rate)
+    lines = _learn(mode, alike(1.0, FASTER_ENGINE, changes), {"right": 1.0, "ends": 0.2}, steps, changes)
     row: Row = {"seed": seed, "mode": mode, "reward": mean(lines[-LAST:], "reward")}
     return row | {"oldest": max(line["staleness_max"] for line in lines)}
+
+
+@case(
+    "rl/unlike_reward",
+    formats={"reward": ".3f", "tokens": ".1f"},
+    seed=(0, 1, 2),
+    mode=("sync", "in_flight"),
+    steps=(60,),
+    rate=(2e-3,),
+)
+def unlike_reward(seed: int, mode: str, steps: int, rate: float) -> Row:
+    """The same of answers of up to 48 tokens, of which the first gets 1 if it is the digit: with random
+    weights one of 12 ends an answer. Three unlike engines have 36 slots for 128 answers."""
+    changes = _changes(seed, mode, rate)
+    changes += ("model.max_sequence_length=64", "generation.max_new_tokens=48", "algorithm.group=4")
+    changes += ("train.micro_batch_size=32",)
+    lines = _learn(mode, unlike_engines(0.0, parts=2), {"right": 1.0}, steps, changes)
+    row: Row = {"seed": seed, "mode": mode, "reward": mean(lines[-LAST:], "reward")}
+    row["tokens"] = statistics.fmean(line["answer_tokens"]["mean"] for line in lines)
+    row |= {"oldest": max(line["staleness_max"] for line in lines)}
+    return row | {"thrown away": lines[-1]["next_ticket"] - 32 * steps}
+
+
+def _changes(seed: int, mode: str, rate: float) -> tuple[str, ...]:
+    weights = (f"generation.weights={mode}",) if MODES[mode] else ()
+    return (f"train.seed={seed}", f"optimizer.learning_rate={rate}", *weights)
+
+
+def _learn(
+    mode: str, engines: Sequence[EngineCard], rewards: dict[str, float], steps: int, changes: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """The metrics of digits to be copied."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = roles_plan(card(), engines, staleness=MODES[mode], changes=changes)
+        save_rl_plan(folder / "plan.yaml", plan)
+        return launch(
+            folder / "plan.yaml", folder / "log", run_words(folder, "copy", changes, rewards), steps
+        )
+
+
+# --- answers of unlike length ------------------------------------------------------------------------------
+
+MEAN_TOKENS, CAP = 32, 4
+"""Of an answer, and its limit as a multiple of that."""
+PIECE = 0.06
+"""Seconds of a round of the fastest engine; the policy's pieces of work last PIECE / 2."""
+UNLIKE = ((1.0, 32), (1.5, 24), (2.0, 16))
+"""The engines: how many times as long a round lasts, and slots."""
+POLICY_PIECE = 0.9
+"""Seconds of a piece of a policy that needs longer than the engines, of which a round takes PIECE / 3."""
+IDLE = 0.1
+"""The largest part of a step in which that policy waits."""
+FILLED, FASTER = 0.85, 1.5
+"""Least share of the slots that have a token in flight, and how many times as many tokens a second as between
+batches."""
+END = CAP * MEAN_TOKENS + 1
+"""The token that ends an answer; those below count its tokens. Token 0 is the prompt."""
+UNLIKE_CHANGES = (
+    *("model=", "train.prompts_per_step=32", "train.micro_batch_size=32", "algorithm.group=8"),
+    *("data.max_prompt_tokens=1", f"generation={{max_new_tokens: {CAP * MEAN_TOKENS}, stop_ids: [{END}]}}"),
+    # Too small to learn: lengths stay what they are.
+    "optimizer.learning_rate=1e-8",
+)
+
+
+def hazards(lengths: str) -> list[float]:
+    """Of each token of an answer, the probability that it is the last if those before were not: by the
+    distribution `exponential`, or `lognormal` with a sigma of 1, of a mean of MEAN_TOKENS."""
+
+    def beyond(tokens: float) -> float:
+        if lengths == "exponential":
+            return math.exp(-tokens / MEAN_TOKENS)
+        return 0.5 * math.erfc((math.log(max(tokens, 1e-9) / MEAN_TOKENS) + 0.5) / math.sqrt(2))
+
+    return [1 - beyond(t) / beyond(t - 1) for t in range(1, CAP * MEAN_TOKENS + 1)]
+
+
+def make_counter(folder: Path, lengths: str) -> Path:
+    """A checkpoint of a Llama whose answers have lengths of a distribution: each token is one more than the
+    one before, or END. Its layers add nothing, so that the head sees the token alone."""
+    hidden, vocabulary = 4 * -(-(END + 1) // 8) * 2, END + 1
+    head = torch.full((vocabulary, hidden), -30.0)
+    for place, hazard in enumerate(hazards(lengths)):
+        head[END, place] = math.log(max(hazard, 1e-12))
+        if place + 1 < END:
+            head[place + 1, place] = math.log(max(1 - hazard, 1e-12))
+    # RMSNorm makes of a one the root of the width.
+    tensors = {
+        "model.embed_tokens.weight": torch.eye(vocabulary, hidden),
+        "lm_head.weight": head / math.sqrt(hidden),
+        "model.norm.weight": torch.ones(hidden),
+    }
+    for name, shape in {
+        **dict.fromkeys((f"self_attn.{one}_proj.weight" for one in "qkvo"), (hidden, hidden)),
+        **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (32, hidden)),
+        "mlp.down_proj.weight": (hidden, 32),
+    }.items():
+        tensors[f"model.layers.0.{name}"] = torch.zeros(shape)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"model.layers.0.{name}.weight"] = torch.ones(hidden)
+    config = {
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocabulary},
+        **{"hidden_size": hidden, "intermediate_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-12},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": END + 1},
+        **{"tie_word_embeddings": False, "rope_theta": 1e4, "hidden_act": "silu"},
+    }
+    (folder / "hf").mkdir()
+    (folder / "hf/config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "hf/model.safetensors")
+    call("import-hf", folder / "hf", "--out", folder / "counter")
+    return folder / "counter"
+
+
+def unlike_engines(piece: float, *, parts: int = 1) -> list[EngineCard]:
+    """UNLIKE, of which a round of the fastest lasts `piece` seconds; 0: as long as it takes. `parts`: with so
+    many times fewer slots."""
+    rates = [slots / rounds for rounds, slots in UNLIKE]
+    return [
+        EngineCard(card(rounds, piece_seconds=piece * rounds or None), slots // parts, rate / sum(rates))
+        for (rounds, slots), rate in zip(UNLIKE, rates, strict=True)
+    ]
+
+
+def run_unlike(
+    folder: Path, policy: DeviceType, piece: float, steps: int, reward: str, *changes: str
+) -> list[dict[str, Any]]:
+    """The metrics of steps with answers of unlike length, whose checkpoint `changes` name, at staleness 1."""
+    changes = (*UNLIKE_CHANGES, *changes)
+    plan = roles_plan(policy, unlike_engines(piece), staleness=1, changes=changes)
+    save_rl_plan(folder / "plan.yaml", plan)
+    words = run_words(folder, "copy", changes, {reward: 1.0})
+    (folder / "prompts.jsonl").write_text('{"prompt_ids": [0]}\n')
+    return launch(folder / "plan.yaml", folder / "log", words, steps)
+
+
+@case(
+    "rl/unlike_lengths",
+    formats={"filled": ".1%", "tokens/s": ".0f", "of most": ".0%", "policy trains": ".0%", "gain": ".2f"},
+    lengths=("exponential", "lognormal"),
+    steps=(16,),
+)
+def unlike_lengths(lengths: str, steps: int) -> Iterator[Row]:
+    """Answers of unlike length by three unlike engines, staleness 1: slots filled and tokens/s, between
+    batches and in flight. `of most`: of the tokens that the engines' slots could have drawn."""
+    most = sum(slots / rounds for rounds, slots in UNLIKE) / PIECE
+    before = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = f"start.checkpoint={make_counter(folder, lengths)}"
+        for weights in ("between_batches", "in_flight"):
+            policy, flight = card(piece_seconds=PIECE / 2), f"generation.weights={weights}"
+            lines = run_unlike(folder, policy, PIECE, steps, "varied", checkpoint, flight)
+            later = lines[WARM_UP:]
+            seconds = sum(line["step_seconds"] for line in later)
+            tokens = sum(line["answer_tokens"]["mean"] * 256 for line in later) / seconds
+            unused = lines[-1]["next_ticket"] - 32 * steps
+            oldest = max(line["staleness_max"] for line in lines)
+            filled = (
+                tokens
+                * seconds
+                / sum(line["answer_tokens"]["mean"] * 256 / line["slots_filled"] for line in later)
+            )
+            row: Row = {"lengths": lengths, "weights": weights, "filled": filled}
+            row |= {"tokens/s": tokens, "of most": tokens / most}
+            row["policy trains"] = sum(line["training_seconds"] for line in later) / seconds
+            row |= {"gain": tokens / before if before else None, "oldest": oldest, "thrown away": unused}
+            if before and (row["filled"] < FILLED or row["gain"] < FASTER or oldest > 1 or unused):
+                row[MISSED] = f"{lengths}: {row['filled']:.0%} filled, {row['gain']:.2f} times as fast"
+            before = tokens
+            yield row
+
+
+@case(
+    "rl/slow_rewards",
+    formats={"step s": ".2f", "policy idle": ".1%"},
+    reward=("varied", "slowly_varied"),
+    concurrency=(8,),
+    steps=(14,),
+)
+def slow_rewards(reward: str, concurrency: int, steps: int) -> Row:
+    """The same engines beside a policy that needs longer than they do, with rewards that take 10 ms an answer
+    (`slowly_varied`) and with such as take none: what part of a step the policy waits."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        changes = (f"start.checkpoint={make_counter(folder, 'exponential')}",)
+        changes += ("generation.weights=in_flight", f"reward.concurrency={concurrency}")
+        changes += ("train.micro_batch_size=16",)
+        policy = card(piece_seconds=POLICY_PIECE)
+        later = run_unlike(folder, policy, PIECE / 3, steps, reward, *changes)[WARM_UP:]
+    row: Row = {"reward": reward, "step s": mean(later, "step_seconds")}
+    row |= {"training s": f"{mean(later, 'training_seconds'):.2f}"}
+    row |= {"scoring s": f"{mean(later, 'scoring_seconds'):.2f}", "policy idle": mean(later, "idle_policy")}
+    if row["policy idle"] > IDLE:
+        row[MISSED] = f"{reward}: the policy was idle for {row['policy idle']:.0%}"
+    return row
 
 
 # --- forecasts from a profile ------------------------------------------------------------------------------

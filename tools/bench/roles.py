@@ -68,12 +68,12 @@ def problem_of(
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
-def drawn(seed: int, *, most_cards: int) -> RolesProblem:
+def drawn(seed: int, *, most_cards: int, fewest_cards: int = 0) -> RolesProblem:
     """A cluster of two or three types, a model and samples of some size."""
     draw = random.Random(seed)
     names = draw.sample(TYPES, draw.choice((2, 2, 3)))
     counts: dict[str, int] = {name: 1 for name in names}
-    for _ in range(draw.randrange(most_cards - len(names) + 1)):
+    for _ in range(draw.randint(max(fewest_cards - len(names), 0), most_cards - len(names))):
         counts[draw.choice(names)] += 1
     model = load_model("configs/model/qwen2.5-0.5b.yaml")
     model = replace(model, num_layers=draw.choice((4, 6)))
@@ -138,15 +138,16 @@ def fixed_step(problem: RolesProblem, name: str) -> float:
     "roles/drawn",
     formats={"step s": ".4f", "brute force s": ".4f"},
     seed=tuple(range(30)),
+    fewest=(6,),
     cards=(8,),
     critic=(False,),
 )
-def beside_brute_force(seed: int, cards: int, critic: bool) -> Row:
+def beside_brute_force(seed: int, fewest: int, cards: int, critic: bool) -> Row:
     """The search beside brute force over splits, engines, modes and placements, on drawn clusters of two or
-    three types; with a critic, of PPO."""
-    problem = drawn(seed, most_cards=cards)
+    three types and so many cards; with a critic, of PPO."""
+    problem = drawn(seed, most_cards=cards, fewest_cards=min(fewest, cards))
     problem = beside_critic(problem) if critic else problem
-    search, row = RolesSearch(problem), Row(seed=seed)
+    search, row = RolesSearch(problem), Row(seed=seed, cards=len(problem.policy.cluster.cards))
     with cost(row):
         result = search_roles(problem, search)
     best, wanted = result.best.step_seconds, brute_force(search)
