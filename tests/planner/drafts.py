@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables
-from yuan_train.planner.native.evaluator import MAX_REPLICAS, DraftTable, PipelineRow, StageRow, most_stages
+from yuan_train.planner.native import evaluator
+from yuan_train.planner.native.evaluator import (
+    MAX_REPLICAS,
+    DraftTable,
+    PipelineRow,
+    StageRow,
+    most_stages,
+)
+from yuan_train.planner.native.headers import structure
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.schedule.copies import DEFAULT_AHEAD
+
+structure("stage_price")
+_Price = structure("price")
+
+
+def price_of(tables: Tables, draft: DraftTable) -> Any:
+    """`struct price` of a draft, its stages' own among it; None if one of its groups cannot be."""
+    price, price_draft = _Price(), evaluator.load_library().price_draft
+    price_draft.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_void_p]
+    pointers = ctypes.addressof(draft), ctypes.addressof(price)
+    failed = price_draft(tables.evaluator.pointer, pointers[0], math.inf, pointers[1])
+    assert failed >= 0, "memory"
+    return None if failed else price
 
 
 def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.drafts import draft_of
+from tests.planner.drafts import draft_of, price_of
 from tests.planner.search.test_activations import of_short_cards
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_search import MODEL, card
@@ -241,20 +241,20 @@ def check(costs: Costs, tables: Tables, plan: Plan) -> None:
     """Every part of the price, to 1e-9 of the step."""
     draft = draft_of(tables, plan)
     assert draft is not None
-    found = tables.evaluator.price(draft)
+    found = price_of(tables, draft)
     try:
         defined = cost_plan(costs, plan)
     except TooFewResidentInPlan:
         assert found is None
         return
     assert found is not None
-    parts = ("compute", "grad_reduce", "tied_embedding", "update", "weight_sync", "step")
-    for name in (f"{part}_seconds" for part in parts):
-        ours, theirs = getattr(found, name), getattr(defined, name)
+    parts = {"reduce": "grad_reduce", "tied": "tied_embedding", "sync": "weight_sync"}
+    for name in ("step", "compute", "reduce", "tied", "update", "sync"):
+        ours, theirs = getattr(found, name), getattr(defined, f"{parts.get(name, name)}_seconds")
         assert abs(ours - theirs) <= 1e-9 * defined.step_seconds, (name, ours, theirs)
-    for ours, stage in zip(found.stage_memory_bytes, defined.stages, strict=True):
-        assert math.isclose(ours, stage.memory.total, rel_tol=1e-9)
-    assert (found.over_bytes == 0.0) == defined.fits
+    for ours, stage in zip(found.stages[: draft.num_stages], defined.stages, strict=True):
+        assert math.isclose(ours.memory, stage.memory.total, rel_tol=1e-9)
+    assert (found.over == 0.0) == defined.fits
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -291,9 +291,9 @@ def test_stages_of_one_worker_share_its_card() -> None:
         draft = draft_of(tables, plan)
         assert draft is not None
         assert plan_of(tables, draft).pipelines == plan.pipelines
-        found = tables.evaluator.price(draft)
+        found = price_of(tables, draft)
         assert found is not None
-        return found.stage_memory_bytes
+        return [stage.memory for stage in found.stages[: draft.num_stages]]
 
     looped, straight = priced((0, 1, 0, 1)), priced((0, 0, 1, 1))
     assert looped[0] == looped[2] != looped[1] == looped[3]
@@ -367,9 +367,9 @@ def test_a_price_depends_on_every_layer_and_card() -> None:
         made = [PipelinePlan(micro_batch_size=1, num_micro_batches=24, stages=stages)]
         draft = draft_of(tables, _numbered(problem, made, "1f1b", False))
         assert draft is not None
-        found = tables.evaluator.price(draft)
+        found = price_of(tables, draft)
         assert found is not None
-        return found.step_seconds
+        return found.step
 
     assert len({price(first) for first in range(1, problem.model.num_layers)}) > 1
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.drafts import draft_of
+from tests.planner.drafts import draft_of, price_of
 from tests.planner.search.test_offload import BIG, memory_of, pipeline_of
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Disk, Host
@@ -126,8 +126,8 @@ def card_seconds(given, room):
     costs = make_costs(replace(given, cluster=replace(given.cluster, nodes=(node,))))
     tables = make_tables(costs, (plan.pipelines[0].micro_batch_size,), (1,), on_disk=True)
     draft = draft_of(tables, plan) if tables else None
-    priced = tables.evaluator.price(draft) if tables and draft else None
+    priced = price_of(tables, draft) if tables and draft else None
     defined = cost_plan(costs, with_disks(costs, plan))
-    assert priced and defined.fits and not priced.over_bytes
-    assert priced.step_seconds == pytest.approx(defined.step_seconds, rel=2e-3)
+    assert priced and defined.fits and not priced.over
+    assert priced.step == pytest.approx(defined.step_seconds, rel=2e-3)
     return defined.step_seconds

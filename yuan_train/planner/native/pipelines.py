@@ -10,6 +10,7 @@ from ctypes import POINTER, byref, c_double, c_int, c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from yuan_train.planner.native.headers import pointer_to, structure, with_types
 from yuan_train.planner.native.library import load_library
 from yuan_train.schedule.step import Kind, Workers, num_workers
 
@@ -38,70 +39,22 @@ Sent = tuple[float, float, int, int]
 """A message: start and end, in seconds from the step's start, and the workers of sender and receiver."""
 
 
-class _Layout(ctypes.Structure):
-    _fields_ = [
-        *((name, c_int32) for name in ("num_stages", "num_workers", "num_micro_batches", "name")),
-        *((name, POINTER(c_int32)) for name in ("first", "workers", "depths")),
-    ]
-
-
-class _Operation(ctypes.Structure):
-    _fields_ = [
-        (name, c_int32) for name in ("kind", "stage", "micro_batch", "worker", "peer", "waits", "link")
-    ]
-
-
-class _Schedule(ctypes.Structure):
-    _fields_ = [
-        *(
-            (f"num_{name}", c_int32)
-            for name in ("stages", "workers", "micro_batches", "operations", "links", "messages")
-        ),
-        ("operations", POINTER(_Operation)),
-        ("held", POINTER(c_int32)),
-    ]
-
-
-class _Times(ctypes.Structure):
-    _fields_ = [
-        *(
-            (name, POINTER(c_double))
-            for name in ("forward", "backward", "weight", "send_activation", "send_gradient")
-        ),
-        ("clocks", c_void_p),
-    ]
-
-
-class _Message(ctypes.Structure):
-    _fields_ = [("start", c_double), ("end", c_double), ("worker", c_int32), ("peer", c_int32)]
-
-
-class _Figures(ctypes.Structure):
-    _fields_ = [
-        *((name, POINTER(c_double)) for name in ("stage_start", "stage_end", "busy", "worker_end")),
-        ("sent", POINTER(_Message)),
-        ("room", c_int32),
-        ("num_sent", c_int32),
-        ("sent_from", c_double),
-    ]
+_CLASSES: list[Any] = [
+    structure(name) for name in ("layout", "operation", "schedule", "times", "message", "figures")
+]
+_Layout, _, _Schedule, _Times, _Message, _Figures = _CLASSES
 
 
 @functools.cache
 def _core() -> ctypes.CDLL:
-    core = load_library()
-    for name, result, arguments in (
-        ("make_schedule", POINTER(_Schedule), [POINTER(_Layout), c_int]),
-        ("free_schedule", None, [POINTER(_Schedule)]),
-        ("run_schedule", c_int, [POINTER(_Schedule), POINTER(_Times), c_int, POINTER(_Figures)]),
-        (
-            "run_rounds",
-            c_int,
-            [c_int32, c_int32, POINTER(c_int32), POINTER(_Times), POINTER(_Figures)],
-        ),
-    ):
-        function: Any = getattr(core, name)
-        function.restype, function.argtypes = result, arguments
-    return core
+    schedule = pointer_to(_Schedule)
+    return with_types(
+        load_library(),
+        ("make_schedule", schedule, [POINTER(_Layout), c_int]),
+        ("free_schedule", None, [schedule]),
+        ("run_schedule", c_int, [schedule, POINTER(_Times), c_int, POINTER(_Figures)]),
+        ("run_rounds", c_int, [c_int32, c_int32, POINTER(c_int32), POINTER(_Times), POINTER(_Figures)]),
+    )
 
 
 def _integers(values: Sequence[int]) -> ctypes.Array[c_int32]:
@@ -185,7 +138,7 @@ class NativeRun:
     worker_end_seconds: tuple[float, ...]
     sent_from: float
     """`sent_after` knows the messages that arrive later than this."""
-    messages: ctypes.Array[_Message]
+    messages: ctypes.Array[Any]
     num_sent: int
 
     def sent_after(self, seconds: float) -> list[Sent]:
@@ -197,7 +150,7 @@ class NativeRun:
         ]
 
 
-def _run(run: Callable[[_Figures], int], num_stages: int, count: int, room: int) -> NativeRun:
+def _run(run: Callable[[Any], int], num_stages: int, count: int, room: int) -> NativeRun:
     """What `run` writes of stages and `count` workers, with room for so many messages."""
     starts, ends = ((c_double * num_stages)() for _ in range(2))
     busy, last = ((c_double * count)() for _ in range(2))
