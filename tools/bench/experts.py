@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from tools.bench.harness import Row, case
+from tools.bench.problems import endless
 from tools.bench.training import problem_of, train, yuan_train
 from tools.testbed.run import with_random_data
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
@@ -144,8 +145,7 @@ def plan_group(costs: Costs, run: RunConfig) -> Plan:
     options = read_options(
         SearchConfig(tensor=(1, len(SPEEDS)), recompute=("none",)), micro_batch_size=1, model=run.model
     )
-    cards = costs.problem.cluster.cards
-    found = expert_plans(costs, cards, options, [], stopped=lambda: False)
+    found = expert_plans(endless(costs, options), [])
     return min(found, key=lambda candidate: candidate.step_seconds).plan
 
 

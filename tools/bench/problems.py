@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -10,11 +11,18 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
+from yuan_train.planner.search.candidate import Space, TimeLimit
+from yuan_train.planner.search.shapes import Options
 
 TYPES = ("A100-80G", "A100-40G", "RTX-4090", "H100-80G")
 SIZES = {64: (3, 48, 256), 256: (4, 84, 1024), 1024: (4, 126, 1024)}
 """By number of cards: types of card, layers, sequences per step."""
+
+
+def endless(costs: Costs, options: Options) -> Space:
+    """All cards of a problem, searched without a limit of time."""
+    return Space(costs, costs.problem.cluster.cards, options, TimeLimit(lambda: 0.0, 0.0, math.inf))
 
 
 def large_problem(num_cards: int, *, irregular: bool) -> PlanProblem:

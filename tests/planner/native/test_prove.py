@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.search.test_search import MODEL, card, cluster, problem
+from tools.bench.problems import endless
 from yuan_train.config.run import Recompute, SearchConfig
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -16,7 +17,7 @@ from yuan_train.planner.search.shapes import list_shapes, make_plan, read_option
 
 
 def drawn(seed, *, schedule):
-    """(costs, shapes, cards, options) of three or four cards of two types, some with little memory."""
+    """(what is searched, shapes) of three or four cards of two types, some with little memory."""
     draw = random.Random(seed)
     model = replace(MODEL, num_layers=4)
     cards = cluster(
@@ -36,11 +37,12 @@ def drawn(seed, *, schedule):
     options = read_options(keys, micro_batch_size=1, model=model)
     everything = given.cluster.cards
     shapes = list(list_shapes(everything, options, global_batch_size=given.global_batch_size))
-    return make_costs(given), shapes, everything, options
+    return endless(make_costs(given), options), shapes
 
 
-def steps(costs, shapes, options):
+def steps(space, shapes):
     """The steps of all plans of the shapes that fit."""
+    costs, options = space.costs, space.options
     units = costs.problem.model.num_layers + 2
     for shape in shapes:
         slots = range(len(shape.slots))
@@ -58,19 +60,19 @@ def steps(costs, shapes, options):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_proven_is_the_fastest_of_all(seed, schedule):
-    costs, shapes, cards, options = drawn(seed, schedule=schedule)
-    best = min(steps(costs, shapes, options), default=math.inf)
-    proof = prove.prove_shapes(costs, shapes, cards, options, lambda: False, best_seconds=math.inf)
+    space, shapes = drawn(seed, schedule=schedule)
+    best = min(steps(space, shapes), default=math.inf)
+    proof = prove.prove_shapes(space, shapes, best_seconds=math.inf)
     assert proof.exact and len(proof.found) == (best < math.inf)
     for one in proof.found:
         assert one.step_seconds == pytest.approx(best, rel=1e-9)
-        again = prove.prove_shapes(costs, shapes, cards, options, lambda: False, best_seconds=best)
+        again = prove.prove_shapes(space, shapes, best_seconds=best)
         assert again.found[0].step_seconds == pytest.approx(best, rel=1e-7)
-        faster = prove.prove_shapes(costs, shapes, cards, options, lambda: False, best_seconds=0.99 * best)
+        faster = prove.prove_shapes(space, shapes, best_seconds=0.99 * best)
         assert faster.exact and not faster.found
 
 
 def test_a_proof_without_budget_is_abandoned(monkeypatch):
     monkeypatch.setattr(prove, "BUDGET", 2)
-    costs, shapes, cards, options = drawn(0, schedule="1f1b")
-    assert not prove.prove_shapes(costs, shapes, cards, options, lambda: False, best_seconds=math.inf).exact
+    space, shapes = drawn(0, schedule="1f1b")
+    assert not prove.prove_shapes(space, shapes, best_seconds=math.inf).exact

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tools.bench.problems import endless
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.model import ModelConfig
@@ -24,6 +25,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.expert_costs import divides_alike
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.local import descend, move_halves
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options
@@ -170,5 +172,7 @@ def test_pipelines_that_divide_experts_are_shifted_alike_or_not_at_all() -> None
     assert not list(validate_plan(plan))
     costs = make_costs(problem)
     options = read_options(SearchConfig(micro_batch_size=(1,)), micro_batch_size=1, model=problem.model)
-    shifted, cost = descend(costs, plan, cost_plan(costs, plan), move_halves, options, lambda: False)
-    assert divides_alike(shifted) and cost.step_seconds <= cost_plan(costs, plan).step_seconds
+    cost = cost_plan(costs, plan)
+    known = Candidate(plan=plan, cost=cost, shape=first_shape(plan, cost))
+    shifted = descend(endless(costs, options), known, move_halves)
+    assert divides_alike(shifted.plan) and shifted.step_seconds <= known.step_seconds

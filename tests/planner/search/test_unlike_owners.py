@@ -11,7 +11,7 @@ from tests.support.project import parse_plan
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.candidate import is_wanted
 from yuan_train.planner.search.shapes import read_options
 
 A, V = "A100-80G", "V100-32G"

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.candidate import Candidate, first_shape
-from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan
 
 NUM_COSTED = 6
@@ -41,28 +39,20 @@ class _Pairing:
     recompute: Recompute
 
 
-def alternating_plans(
-    costs: Costs,
-    cards: Sequence[Card],
-    options: Options,
-    known: Sequence[Candidate],
-    stopped: Callable[[], bool],
-) -> list[Candidate]:
+def alternating_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
     """The most promising ones that fit; none unless half layers and virtual stages are searched."""
     del known
+    costs, cards, options = space.costs, space.cards, space.options
     if not options.half_layers or "interleaved_1f1b" not in options.all_schedules:
         return []
     pairings = sorted(_pairings(costs, cards, options), key=lambda pairing: _busiest(costs, pairing))
     kinds = ([p for p in pairings if p.recompute == kind][:NUM_COSTED] for kind in options.recompute)
     found: list[Candidate] = []
     for pairing in itertools.chain.from_iterable(kinds):
-        if stopped():
+        if space.is_over():
             break
-        plan = _plan_of(costs, pairing, options)
-        if is_wanted(plan, options):
-            cost = cost_plan(costs, plan)
-            if cost.fits:
-                found.append(Candidate(plan=plan, cost=cost, shape=first_shape(plan, cost)))
+        candidate = judge(space, _plan_of(costs, pairing, options))
+        found += [candidate] if candidate is not None else []
     return found
 
 

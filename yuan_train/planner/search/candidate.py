@@ -1,17 +1,48 @@
-"""A plan that was found, with its cost; the order of plans, and what they use beside the cards."""
+"""What is searched, and plans that were found there: whether they are wanted, what they cost, and their order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import Plan
-from yuan_train.planner.evaluate.plan_cost import PlanCost
-from yuan_train.planner.search.shapes import Shape
+from yuan_train.config.express import is_expressible
+from yuan_train.config.plan import Plan, divides_experts, unlike_owners
+from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.search.shapes import Options, Shape
 
 MAX_FINALISTS = 100
 """Fastest candidates that are kept when candidates are ranked."""
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """When the search has to end."""
+
+    clock: Callable[[], float]
+    started: float
+    seconds: float
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether that share of the time is over."""
+        return self.clock() - self.started > share * self.seconds
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched, and until when."""
+
+    costs: Costs
+    cards: Sequence[Card]
+    """That may be used."""
+    options: Options
+    limit: TimeLimit
+
+    def is_over(self) -> bool:
+        """Whether the time for it is."""
+        return self.limit.is_over()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +75,47 @@ def first_shape(plan: Plan, cost: PlanCost) -> Shape:
         num_micro_batches=plan.pipelines[0].num_micro_batches,
         slots=tuple((tuple(stage.replicas),) for stage in cost.stages if stage.pipeline == 0),
     )
+
+
+def judge(space: Space, plan: Plan, shape: Shape | None = None) -> Candidate | None:
+    """The plan with its cost; None if the search keys do not want it, or it does not fit. Without a shape it has
+    its first pipeline's."""
+    if not is_wanted(plan, space.options):
+        return None
+    cost = cost_plan(space.costs, plan)
+    return Candidate(plan=plan, cost=cost, shape=shape or first_shape(plan, cost)) if cost.fits else None
+
+
+def is_wanted(plan: Plan, options: Options) -> bool:
+    """Whether a plan keeps the search keys and violates no constraint, no weights are stepped by unlike
+    owners unless nothing else is asked for or cards share experts, and the engine that the options name can
+    run it."""
+    if not _keeps_keys(plan, options) or next(validate_plan(plan), None) is not None:
+        return False
+    spared = _has_pages(plan) or divides_experts(plan)
+    if True in options.sharded and not spared and unlike_owners(plan) is not None:
+        return False
+    return not options.expressible or is_expressible(plan)
+
+
+def _keeps_keys(plan: Plan, options: Options) -> bool:
+    """Whether a plan has only what the search keys allow; hosts, disks and idle cards are not asked for."""
+    counts, stages = options.num_micro_batches, [stage for p in plan.pipelines for stage in p.stages]
+    widths = {len(replica) for stage in stages for replica in stage.replicas}
+    return (
+        (divides_experts(plan) or widths <= set(options.tensor))
+        and (options.any_replicas or {len(stage.replicas) for stage in stages} <= set(options.replicas))
+        and {stage.recompute for stage in stages if stage.num_blocks} <= set(options.recompute)
+        and plan.schedule in options.all_schedules
+        and (options.pipelines is None or len(plan.pipelines) in options.pipelines)
+        and {p.micro_batch_size for p in plan.pipelines} <= set(options.all_sizes)
+        and (counts is None or {p.num_micro_batches for p in plan.pipelines} <= set(counts))
+    )
+
+
+def _has_pages(plan: Plan) -> bool:
+    """Whether layers are pages of a host, with which no state is sharded."""
+    return any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def beside_cards(plan: Plan) -> int:

@@ -12,11 +12,9 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from ctypes import c_uint8
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from yuan_train.config.cluster import Card
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
-from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import (
     MAX_REPLICAS,
@@ -27,9 +25,8 @@ from yuan_train.planner.native.evaluator import (
     StageRow,
 )
 from yuan_train.planner.native.pipelines import NAMES
-from yuan_train.planner.search.candidate import Candidate, first_shape
+from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.disks import with_disks
-from yuan_train.planner.search.expressible import is_wanted
 from yuan_train.planner.search.shapes import Options, Shape
 
 FEW_CARDS = 56
@@ -77,17 +74,10 @@ class FoundDrafts:
     num_priced: int
 
 
-def search_drafts(
-    costs: Costs,
-    shapes: Sequence[Shape],
-    cards: Sequence[Card],
-    options: Options,
-    stopped: Callable[[], bool],
-    *,
-    limit_seconds: float,
-) -> FoundDrafts:
+def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
     """The fastest plans that the core finds, from shapes and from random drafts; none where it has no tables
     of the problem."""
+    costs, options = space.costs, space.options
     sizes, found = options.all_sizes, list[Candidate]()
     any_fits, num_priced = False, 0
     # The core has room for so many sizes at a time.
@@ -96,11 +86,11 @@ def search_drafts(
         tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
         if tables is None:
             continue
-        search = _Search(tables, _budget(len(cards), options, limit_seconds), stopped)
+        search = _Search(tables, _budget(len(space.cards), options, space.limit.seconds), space.is_over)
         drafts = [draft_of_shape(tables, shape) for shape in _some(shapes, MOST_SHAPES)]
         shaped = [draft for draft in drafts if draft is not None]
-        space = draft_space(options, costs.problem)
-        pools = search_space(search, space, shaped, keeps_to_cards=options.keeps_to_cards)
+        wanted = draft_space(options, costs.problem)
+        pools = search_space(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards)
         # Those that keep to the cards may be preferred to faster ones.
         most = NUM_JUDGED, NUM_JUDGED_BESIDE
         near = [
@@ -109,7 +99,10 @@ def search_drafts(
             for own in pool[:n]
             if own[0] <= NEAR * pool[0][0]
         ]
-        found += [candidate for _, draft in near for candidate in _judged(tables, costs, draft, options)]
+        plans = (plan_of(tables, draft) for _, draft in near)
+        if options.offload_disk:
+            plans = (with_disks(costs, plan) for plan in plans)
+        found += [one for plan in plans if (one := judge(space, plan)) is not None]
         any_fits, num_priced = any_fits or search.any_fits, num_priced + search.num_priced
     return FoundDrafts(tuple(found), any_fits=any_fits, num_priced=num_priced)
 
@@ -268,18 +261,6 @@ def _fastest(found: Sequence[_Known]) -> list[_Known]:
         if not kept or step - kept[-1][0] > 1e-7 * step:
             kept.append((step, draft))
     return kept[:NUM_JUDGED]
-
-
-def _judged(tables: Tables, costs: Costs, draft: DraftTable, options: Options) -> list[Candidate]:
-    plan = plan_of(tables, draft)
-    if options.offload_disk:
-        plan = with_disks(costs, plan)
-    if not is_wanted(plan, options):
-        return []
-    cost = cost_plan(costs, plan)
-    if not cost.fits:
-        return []
-    return [Candidate(plan=plan, cost=cost, shape=replace(first_shape(plan, cost), schedule=plan.schedule))]
 
 
 def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:

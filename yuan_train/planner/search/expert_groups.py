@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
@@ -22,11 +22,9 @@ from yuan_train.config.run import Recompute, ScheduleName
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import CardCosts
-from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.candidate import Candidate
-from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.local import (
-    improve_candidate,
+    descend,
     move_batches,
     move_depths,
     move_experts,
@@ -54,40 +52,29 @@ Grouping = tuple[tuple[Replica, ...], ...]
 """The groups of each stage: one in each pipeline."""
 
 
-def expert_plans(
-    costs: Costs,
-    cards: Sequence[Card],
-    options: Options,
-    known: Sequence[Candidate],
-    stopped: Callable[[], bool],
-) -> list[Candidate]:
+def expert_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
     """The best plans found that fit and have a group, improved by moves; none whose estimate is not near the
     fastest known plan."""
-    if not may_divide_experts(costs, cards, options):
+    if not may_divide_experts(space):
         return []
+    costs, options = space.costs, space.options
     limit = LEAST_HOPE * known[0].step_seconds if known else math.inf
     search = _Search(costs, options)
     divisions: list[_Division] = []
-    for grouping in _groupings(cards, options, costs):
+    for grouping in _groupings(space.cards, options, costs):
         for schedule, size, count in _batches(costs, options, len(grouping[0])):
-            if search.num_stages > MAX_STAGES or stopped():
+            if search.num_stages > MAX_STAGES or space.is_over():
                 break
             for order in _orders(grouping, options):
                 found = search.divide(order, schedule, size, count)
                 if found is not None and found.seconds < limit:
                     divisions.append(found)
     best = sorted(divisions, key=lambda division: division.seconds)[:NUM_COSTED]
-    costed: list[Candidate] = []
-    for division in best:
-        plan = _plan_of(costs, division, options)
-        if not is_wanted(plan, options):
-            continue
-        cost = cost_plan(costs, plan)
-        if cost.fits:
-            costed.append(Candidate(plan=plan, cost=cost, shape=division.shape))
+    judged = (judge(space, _plan_of(costs, division, options), division.shape) for division in best)
+    costed = [one for one in judged if one is not None]
     costed.sort(key=lambda one: one.step_seconds)
     moves = functools.partial(_moves, options=options)
-    improved = [improve_candidate(costs, one, moves, options, stopped) for one in costed[:NUM_IMPROVED]]
+    improved = [descend(space, one, moves) for one in costed[:NUM_IMPROVED]]
     return [*improved, *costed]
 
 
@@ -99,10 +86,10 @@ def _moves(plan: Plan, *, options: Options) -> Iterator[Plan]:
     yield from move_schedule(plan, options)
 
 
-def may_divide_experts(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
+def may_divide_experts(space: Space) -> bool:
     """Whether plans with groups are searched."""
-    allowed = options.divide_experts and options.expert_widths != (1,)
-    return allowed and costs.problem.model.num_experts > 0 and len(cards) > 1
+    allowed = space.options.divide_experts and space.options.expert_widths != (1,)
+    return allowed and space.costs.problem.model.num_experts > 0 and len(space.cards) > 1
 
 
 def count_experts(

@@ -6,14 +6,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.candidate import Candidate, rank
+from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, rank
 from yuan_train.planner.search.drafts import FEW_CARDS, search_drafts
 from yuan_train.planner.search.islands import search_islands
 from yuan_train.planner.search.prove import NOTHING_PROVEN, Proof, is_provable, prove_shapes
@@ -24,38 +24,13 @@ LISTING_SHARE = 1 / 2
 """Of the time, for listing the shapes; what is not listed by then is not searched."""
 
 
-@dataclass(frozen=True)
-class TimeLimit:
-    """When the search has to end."""
-
-    clock: Callable[[], float]
-    started: float
-    seconds: float
-
-    def is_over(self, share: float = 1.0) -> bool:
-        """Whether that share of the time is over."""
-        return self.clock() - self.started > share * self.seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """What is searched, and until when."""
-
-    costs: Costs
-    cards: Sequence[Card]
-    options: Options
-    stopped: Callable[[], bool]
-    shapes: Sequence[Shape]
-    has_all_shapes: bool
-    """Whether the time sufficed to list them."""
-    limit_seconds: float
-    """Of the whole search."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plans:
     """What was found in a space."""
 
+    shapes: Sequence[Shape]
+    has_all_shapes: bool
+    """Whether the time sufficed to list them."""
     ranked: Sequence[Candidate]
     """The plans that fit, fastest first."""
     num_simulated: int
@@ -71,65 +46,52 @@ def find_plans(
 ) -> tuple[Space, Plans]:
     """The space, and its fastest plans: of many cards as islands, else of the shapes and beside them. Raises
     ConfigError if the search keys allow none."""
-    check_special(costs.problem, options)
-    large = search_islands(costs, cards, options, limit.is_over, limit_seconds=limit.seconds)
+    space = Space(costs, cards, options, limit)
+    check_special(space)
+    large = rank(search_islands(space))
+    shapes, has_all = _list_shapes(space, most=1 if large else None)
+    none = Plans(shapes=shapes, has_all_shapes=has_all, ranked=(), num_simulated=0, any_fits=False)
     if large:
-        space = _list_shapes(costs, cards, options, limit, most=1)
-        return space, Plans(ranked=rank(large), num_simulated=len(large), any_fits=True)
-    space = _list_shapes(costs, cards, options, limit, most=None)
-    return space, _search(space)
+        return space, replace(none, ranked=large, num_simulated=len(large), any_fits=True)
+    return space, _search(space, none)
 
 
-def _list_shapes(
-    costs: Costs, cards: Sequence[Card], options: Options, limit: TimeLimit, *, most: int | None
-) -> Space:
-    """The shapes, at most so many if there are plans already. Raises ConfigError if no shape is allowed."""
-    problem = costs.problem
-    wanted = wanted_shapes(cards, options, global_batch_size=problem.global_batch_size)
+def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
+    """The shapes, at most so many if there are plans already, and whether these are all. Raises ConfigError
+    if no shape is allowed."""
+    problem = space.costs.problem
+    wanted = wanted_shapes(space.cards, space.options, global_batch_size=problem.global_batch_size)
     listed = itertools.islice(wanted, most)
-    shapes = list(_while_time(listed, lambda: limit.is_over(LISTING_SHARE)))
+    shapes = list(_while_time(listed, lambda: space.limit.is_over(LISTING_SHARE)))
     has_all_shapes = next(wanted, None) is None
-    if options.use_all_devices and shapes:
+    if space.options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
-    return Space(
-        costs=costs,
-        cards=cards,
-        options=options,
-        stopped=limit.is_over,
-        shapes=shapes,
-        has_all_shapes=has_all_shapes,
-        limit_seconds=limit.seconds,
-    )
+    return shapes, has_all_shapes
 
 
-def _search(space: Space) -> Plans:
-    """The fastest plans of the space, proven where that is within reach."""
-    costs, cards, options, stopped = space.costs, space.cards, space.options, space.stopped
-    drafts = search_drafts(costs, space.shapes, cards, options, stopped, limit_seconds=space.limit_seconds)
+def _search(space: Space, none: Plans) -> Plans:
+    """The fastest plans of the listed shapes and beside them, proven where that is within reach."""
+    drafts = search_drafts(space, none.shapes)
     ranked = rank(drafts.candidates)
-    proof = _prove(space, ranked)
+    proof = _prove(space, none, ranked)
     if proof.exact:
-        return _proven_plans(ranked, proof)
-    ranked = with_special_plans(costs, cards, options, ranked, stopped)
+        ranked = rank([*ranked, *proof.found])
+        lowest = min((one.step_seconds for one in proof.found), default=math.inf)
+        return replace(
+            none, ranked=ranked, num_simulated=proof.num_priced, lowest=lowest, any_fits=bool(ranked)
+        )
+    ranked = with_special_plans(space, ranked)
     any_fits = drafts.any_fits or bool(ranked)
-    return Plans(ranked=ranked, num_simulated=drafts.num_priced, any_fits=any_fits)
+    return replace(none, ranked=ranked, num_simulated=drafts.num_priced, any_fits=any_fits)
 
 
-def _prove(space: Space, known: Sequence[Candidate]) -> Proof:
+def _prove(space: Space, listed: Plans, known: Sequence[Candidate]) -> Proof:
     """What is proven of the known plans, where a proof may stand."""
-    costs, cards, options = space.costs, space.cards, space.options
-    provable = not options.offload_disk and space.has_all_shapes and is_provable(space.shapes, cards)
-    if not provable or _has_unproven(costs, cards, options):
+    provable = listed.has_all_shapes and is_provable(listed.shapes, space.cards)
+    if space.options.offload_disk or not provable or _has_unproven(space):
         return NOTHING_PROVEN
     least = known[0].step_seconds if known else math.inf
-    return prove_shapes(costs, space.shapes, cards, options, space.stopped, best_seconds=least)
-
-
-def _proven_plans(known: Sequence[Candidate], proof: Proof) -> Plans:
-    """The plans of a proof that was completed."""
-    ranked = rank([*known, *proof.found])
-    lowest = min((one.step_seconds for one in proof.found), default=math.inf)
-    return Plans(ranked=ranked, num_simulated=proof.num_priced, lowest=lowest, any_fits=bool(ranked))
+    return prove_shapes(space, listed.shapes, best_seconds=least)
 
 
 def _while_time(shapes: Iterator[Shape], is_over: Callable[[], bool]) -> Iterator[Shape]:
@@ -140,14 +102,15 @@ def _while_time(shapes: Iterator[Shape], is_over: Callable[[], bool]) -> Iterato
             return
 
 
-def _has_unproven(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
+def _has_unproven(space: Space) -> bool:
     """Whether plans that no proof covers are among the searched ones."""
+    options = space.options
     proven = options.schedules, options.micro_batch_sizes
     return (
-        _may_mix(options, cards)
+        _may_mix(options, space.cards)
         or (options.all_schedules, options.all_sizes) != proven
         or "interleaved_1f1b" in options.all_schedules
-        or may_be_special(costs, cards, options)
+        or may_be_special(space)
     )
 
 
@@ -171,14 +134,14 @@ def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> lis
     return kept
 
 
-def even_split(space: Space, best: Candidate) -> tuple[Candidate | None, str]:
+def even_split(space: Space, plans: Plans, best: Candidate) -> tuple[Candidate | None, str]:
     """The even split that a plan is compared with, and if there is none the reason."""
-    if not space.shapes and space.has_all_shapes:
+    if not plans.shapes and plans.has_all_shapes:
         return None, "the cards do not divide into equal pipelines"
     # Its price is one plan's: nothing on few cards, seconds on thousands.
-    if not space.shapes or (space.stopped() and len(space.cards) > FEW_CARDS):
+    if not plans.shapes or (space.is_over() and len(space.cards) > FEW_CARDS):
         return None, "search.time_limit was over before its turn"
-    shape = best.shape if len(best.shape.slots) > 1 else space.shapes[0]
+    shape = best.shape if len(best.shape.slots) > 1 else plans.shapes[0]
     num_layers = space.costs.problem.model.num_layers
     if len(shape.slots) > num_layers:
         return None, f"it would have {len(shape.slots)} stages, and the model has {num_layers} layers"

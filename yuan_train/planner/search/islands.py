@@ -10,19 +10,17 @@ plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.planner.costs.plan_problem import Costs, make_costs, plan_on_cards
-from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES
-from yuan_train.planner.search.candidate import Candidate, first_shape
+from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.drafts import FEW_CARDS, draft_space
-from yuan_train.planner.search.expressible import is_wanted
 from yuan_train.planner.search.shapes import Options
 
 MOST_ISLAND_CARDS, LEAST_ISLAND_CARDS = 256, 24
@@ -67,40 +65,33 @@ class _Island:
         return replace(self, steps=found.steps, drafts=found.drafts, rows=found.rows)
 
 
-def search_islands(
-    costs: Costs,
-    cards: Sequence[Card],
-    options: Options,
-    stopped: Callable[[], bool],
-    *,
-    limit_seconds: float,
-) -> list[Candidate]:
+def search_islands(space: Space) -> list[Candidate]:
     """The fastest plans of equal islands; none where the core cannot search what is asked."""
+    costs, cards, options = space.costs, space.cards, space.options
     few = len(cards) <= FEW_CARDS or len(cards) < len(costs.cards)
     if few or _is_special(options) or costs.topology.dedicated or costs.topology.measured:
         return []
-    space = draft_space(options, costs.problem)
-    most = limit_seconds * BUDGET_PER_SECOND
+    most = space.limit.seconds * BUDGET_PER_SECOND
     num_cuts = min(NUM_CUTS, max(3, int(most / (3 * FIRST_BUDGET))))
     first = int(min(options.effort * FIRST_BUDGET, most / (3 * num_cuts)))
     num_finalists = min(NUM_FINALISTS, max(1, int(most / (2 * BUDGET))))
     second = int(min(options.effort * BUDGET, most / (2 * num_finalists)))
     searched: list[_Island] = []
-    for island in _islands(costs, cards, options, space, num_cuts):
-        if searched and stopped():
+    for island in _islands(costs, cards, options, num_cuts):
+        if searched and space.is_over():
             break
         searched.append(island.searched(first, seed=1))
     ranked = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])[:num_finalists]
     best = [one for one in ranked if one.steps[0] <= WORTH_LONGER * ranked[0].steps[0]]
-    longer = [one if stopped() else one.searched(second, seed=2) for one in best]
+    longer = [one if space.is_over() else one.searched(second, seed=2) for one in best]
     longer.sort(key=lambda one: one.steps[0])
-    if longer and not stopped():
+    if longer and not space.is_over():
         longer[0] = longer[0].searched(second // 2, seed=3)
     found: list[Candidate] = []
     for island in longer:
-        if found and stopped():
+        if found and space.is_over():
             break
-        found += _judged(costs, island, options)
+        found += _judged(space, island)
     return found
 
 
@@ -110,9 +101,8 @@ def _is_special(options: Options) -> bool:
     return bool(ordered or "1f1b" not in options.all_schedules)
 
 
-def _islands(
-    costs: Costs, cards: Sequence[Card], options: Options, space: SpaceTable, num_cuts: int
-) -> Iterator[_Island]:
+def _islands(costs: Costs, cards: Sequence[Card], options: Options, num_cuts: int) -> Iterator[_Island]:
+    space = draft_space(options, costs.problem)
     for count in _counts(costs, len(cards), options, num_cuts):
         nodes = tuple(group.count // count for group in costs.problem.cluster.nodes)
         island = _make_island(costs, options, space, count, nodes)
@@ -166,15 +156,13 @@ def _make_island(
     return _Island(count=count, nodes=tuple(nodes), tables=tables, space=wanted)
 
 
-def _judged(costs: Costs, island: _Island, options: Options) -> list[Candidate]:
+def _judged(space: Space, island: _Island) -> list[Candidate]:
     """The fastest draft of an island as a plan of all, if it fits."""
     for draft in island.drafts:
-        plan = _plan_of_all(costs, island, plan_of(island.tables, draft))
-        if plan is None or not is_wanted(plan, options):
-            continue
-        cost = cost_plan(costs, plan)
-        if cost.fits:
-            return [Candidate(plan=plan, cost=cost, shape=first_shape(plan, cost))]
+        plan = _plan_of_all(space.costs, island, plan_of(island.tables, draft))
+        candidate = None if plan is None else judge(space, plan)
+        if candidate is not None:
+            return [candidate]
     return []
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from yuan_train.config.cluster import Card
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
@@ -20,8 +19,7 @@ from yuan_train.planner.costs.expert_costs import divides_alike
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
-from yuan_train.planner.search.candidate import Candidate
-from yuan_train.planner.search.expressible import is_wanted
+from yuan_train.planner.search.candidate import Candidate, Space, is_wanted
 from yuan_train.planner.search.shapes import Options
 
 LEAST_GAIN = 1e-4
@@ -36,26 +34,20 @@ NUM_SHIFTED = 4
 Moves = Callable[[Plan], Iterator[Plan]]
 
 
-def descend(
-    costs: Costs,
-    plan: Plan,
-    cost: PlanCost,
-    moves: Moves,
-    options: Options,
-    stopped: Callable[[], bool],
-) -> tuple[Plan, PlanCost]:
-    """(plan, cost): the plan itself, or a faster one that fits and that moves which gain lead to."""
-    work = MOST_WORK * options.effort
+def descend(space: Space, known: Candidate, moves: Moves) -> Candidate:
+    """The candidate itself, or a faster one that fits and that moves which gain lead to."""
+    plan, cost = known.plan, known.cost
+    work = MOST_WORK * space.options.effort
     tried = {(plan.schedule, plan.pipelines)}
     around, i, since = list(moves(plan)), 0, 0
-    while since < len(around) and work > 0 and not stopped():
+    while since < len(around) and work > 0 and not space.is_over():
         moved = around[i % len(around)]
         i, since = i + 1, since + 1
         key = moved.schedule, moved.pipelines
         if key in tried or not divides_alike(moved):
             continue
         tried.add(key)
-        priced = _priced(costs, moved, options)
+        priced = _priced(space.costs, moved, space.options)
         if priced is None:
             continue
         moved, other = priced
@@ -63,7 +55,7 @@ def descend(
         if other.fits and other.step_seconds < cost.step_seconds * (1.0 - LEAST_GAIN):
             plan, cost = moved, other
             around, since = list(moves(plan)), 0
-    return plan, cost
+    return Candidate(plan=plan, cost=cost, shape=replace(known.shape, schedule=plan.schedule))
 
 
 def _priced(costs: Costs, plan: Plan, options: Options) -> tuple[Plan, PlanCost] | None:
@@ -77,30 +69,16 @@ def _priced(costs: Costs, plan: Plan, options: Options) -> tuple[Plan, PlanCost]
     return None
 
 
-def improve_candidate(
-    costs: Costs, known: Candidate, moves: Moves, options: Options, stopped: Callable[[], bool]
-) -> Candidate:
-    """`descend`, from a candidate to one."""
-    plan, cost = descend(costs, known.plan, known.cost, moves, options, stopped)
-    return Candidate(plan=plan, cost=cost, shape=replace(known.shape, schedule=plan.schedule))
-
-
-def half_layer_plans(
-    costs: Costs,
-    cards: Sequence[Card],
-    options: Options,
-    known: Sequence[Candidate],
-    stopped: Callable[[], bool],
-) -> list[Candidate]:
+def half_layer_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
     """The fastest known plans with borders between attention and feed-forward; none unless those are asked
     for.
 
     Stages of a whole-layer plan are up to a layer away from the best cut; a border in the middle of a layer
     halves that. With experts the halves are unlike: attention needs compute, experts memory.
     """
-    if not options.half_layers:
+    if not space.options.half_layers:
         return []
-    return [improve_candidate(costs, one, move_halves, options, stopped) for one in known[:NUM_SHIFTED]]
+    return [descend(space, one, move_halves) for one in known[:NUM_SHIFTED]]
 
 
 # --- moves -----------------------------------------------------------------------------------------------

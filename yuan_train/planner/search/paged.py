@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
@@ -21,7 +21,7 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
-from yuan_train.planner.search.candidate import Candidate
+from yuan_train.planner.search.candidate import Candidate, Space
 from yuan_train.planner.search.disks import STEPS
 from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan
 
@@ -68,14 +68,9 @@ def _faults(problem: PlanProblem, options: Options) -> Iterator[tuple[str, bool]
     yield "the profile is of another program", options.plain
 
 
-def paged_plans(
-    costs: Costs,
-    cards: Sequence[Card],
-    options: Options,
-    known: Sequence[Candidate],
-    stopped: Callable[[], bool],
-) -> list[Candidate]:
+def paged_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
     """Plans with pages that are faster than those known: the best of each order and micro-batch size."""
+    costs, cards, options = space.costs, space.cards, space.options
     found: list[Candidate] = []
     limit_seconds = known[0].step_seconds if known else math.inf
     if not options.offload_parameters or len(cards) > MOST_CARDS:
@@ -83,11 +78,11 @@ def paged_plans(
     for order, size in itertools.product(_orders(cards, options), options.micro_batch_sizes):
         count, rest = divmod(costs.problem.global_batch_size, size)
         wanted = options.num_micro_batches is None or count in options.num_micro_batches
-        if stopped() or rest or not wanted or len(order) > costs.problem.model.num_layers:
+        if space.is_over() or rest or not wanted or len(order) > costs.problem.model.num_layers:
             continue
         if _least_seconds(costs, order, size) * count >= limit_seconds:
             continue
-        best = _best_of(costs, order, size, count, stopped)
+        best = _best_of(space, order, size, count)
         if best is not None and best.cost is not None and best.cost.step_seconds < limit_seconds:
             slots = tuple((((card,),),) for card in order)
             shape = Shape(schedule="1f1b", micro_batch_size=size, num_micro_batches=count, slots=slots)
@@ -140,15 +135,14 @@ def _least_seconds(costs: Costs, order: Sequence[Card], size: int) -> float:
     return costs.problem.model.num_layers / rate
 
 
-def _best_of(
-    costs: Costs, order: Sequence[Card], size: int, count: int, stopped: Callable[[], bool]
-) -> _Priced | None:
+def _best_of(space: Space, order: Sequence[Card], size: int, count: int) -> _Priced | None:
     """The best plan of the cards in this order, over groups and slots."""
+    costs = space.costs
     best: _Priced | None = None
     speeds = [1.0 / _layer_seconds(costs, card, size) for card in order]
     layers = _dealt(costs.problem.model.num_layers, speeds)
     for share, slots in itertools.product(GROUPS, SLOTS):
-        if stopped():
+        if space.is_over():
             break
         group = max(1, round(share * count))
 
@@ -156,7 +150,7 @@ def _best_of(
             return _price(costs, _plan(costs, order, layers, size, count), group, slots)
 
         found = price(layers)
-        while not stopped():
+        while not space.is_over():
             moves = (price(moved) for moved in _moves(_layers(found.plan)))
             nearer = min(moves, key=lambda one: one.worth, default=found)
             if nearer.worth >= found.worth:

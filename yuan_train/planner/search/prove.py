@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int16
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.costs.unit_costs import UnitCost
-from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
-from yuan_train.planner.native.evaluator import (
-    MAX_REPLICAS,
-    ProofShape,
-    ProofSlot,
-    ProofState,
-)
+from yuan_train.planner.native.evaluator import MAX_REPLICAS, ProofShape, ProofSlot
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.bounds import shape_bound
-from yuan_train.planner.search.candidate import Candidate
+from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.drafts import draft_space
-from yuan_train.planner.search.expressible import is_wanted
-from yuan_train.planner.search.shapes import Options, Shape, Slot
+from yuan_train.planner.search.shapes import Shape, Slot
 
 MOST_SLOTS, MOST_CARDS = 12, 56
 """Of a shape and of all cards, up to which a proof is tried."""
@@ -60,54 +53,35 @@ def is_provable(shapes: Sequence[Shape], cards: Sequence[Card]) -> bool:
     return few and 0 < len(slots) and max(len(slot[0]) for slot in slots) <= MAX_REPLICAS
 
 
-def prove_shapes(
-    costs: Costs,
-    shapes: Sequence[Shape],
-    cards: Sequence[Card],
-    options: Options,
-    stopped: Callable[[], bool],
-    *,
-    best_seconds: float,
-) -> Proof:
+def prove_shapes(space: Space, shapes: Sequence[Shape], *, best_seconds: float) -> Proof:
     """Look for a plan of the shapes that takes no longer than the known one of `best_seconds`."""
+    costs, options = space.costs, space.options
     apart = bool(costs.topology.measured)
     if apart and any(_width(slot) > 1 for shape in shapes for slot in shape.slots):
         return NOTHING_PROVEN
     tables = make_tables(costs, options.micro_batch_sizes, options.tensor, apart=apart)
     if tables is None:
         return NOTHING_PROVEN
-    space = draft_space(options, costs.problem)
+    wanted = draft_space(options, costs.problem)
     state = tables.evaluator.proof_state(best=best_seconds * NEAR, budget=BUDGET)
     found: Shape | None = None
     bounded = sorted((shape_bound(costs, shape, options), i) for i, shape in enumerate(shapes))
     for bound, i in bounded:
-        if state.spent >= state.budget or stopped():
+        if state.spent >= state.budget or space.is_over():
             return NOTHING_PROVEN
         if bound >= state.best:
             continue
         before = state.best
-        tables.evaluator.prove(space, _proof_shape(tables, shapes[i]), state)
+        tables.evaluator.prove(wanted, _proof_shape(tables, shapes[i]), state)
         found = shapes[i] if state.best < before else found
     if state.spent >= state.budget:
         return NOTHING_PROVEN
-    best = _as_candidates(tables, state, found, options)
-    return Proof(found=best, exact=True, num_priced=state.num_priced)
+    best = None if found is None else judge(space, plan_of(tables, state.draft), found)
+    return Proof(found=() if best is None else (best,), exact=True, num_priced=state.num_priced)
 
 
 def _width(slot: Slot) -> int:
     return len(slot[0][0])
-
-
-def _as_candidates(
-    tables: Tables, state: ProofState, shape: Shape | None, options: Options
-) -> tuple[Candidate, ...]:
-    if shape is None:
-        return ()
-    plan = plan_of(tables, state.draft)
-    cost = cost_plan(tables.costs, plan)
-    if not cost.fits or not is_wanted(plan, options):
-        return ()
-    return (Candidate(plan=plan, cost=cost, shape=shape),)
 
 
 def _proof_shape(tables: Tables, shape: Shape) -> ProofShape:

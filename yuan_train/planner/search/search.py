@@ -81,8 +81,7 @@ def _search(
     closing = _closing_seconds(len(problem.cluster.cards), time_limit)
     limit = TimeLimit(clock, clock(), time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
-    costs = make_costs(problem)
-    space, plans = find_plans(costs, cards, options, limit)
+    space, plans = find_plans(make_costs(problem), cards, options, limit)
     if not plans.ranked:
         raise _nothing_found(space, plans, time_limit)
     kept, faster = keep_to_cards(plans.ranked) if options.keeps_to_cards else (plans.ranked, None)
@@ -91,7 +90,7 @@ def _search(
     best = with_forecast(space.costs, ranked[0], lowest)
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
-    even, no_even = even_split(space, best)
+    even, no_even = even_split(space, plans, best)
     return SearchResult(
         best=best,
         runners_up=runners_up(ranked),
@@ -127,13 +126,13 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
 
 def _nothing_found(space: Space, plans: Plans, time_limit: float) -> SearchStopped | NoPlanFits | ConfigError:
     """Why there is no plan."""
-    if not plans.any_fits and (space.stopped() or not space.has_all_shapes):
+    if not plans.any_fits and (space.is_over() or not plans.has_all_shapes):
         return SearchStopped(
             f"search.time_limit ({time_limit:g} s) ended the search before it found a plan that fits; "
-            f"there may be one. It had {len(space.shapes)} ways to assign the cards to look at: raise "
+            f"there may be one. It had {len(plans.shapes)} ways to assign the cards to look at: raise "
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
-    if not space.shapes and not plans.num_simulated:
+    if not plans.shapes and not plans.num_simulated:
         return ConfigError(describe_no_shape(space.costs.problem, space.options, space.cards))
     if plans.any_fits:
         return NoPlanFits(NO_VIRTUAL_STAGES)
