@@ -22,11 +22,10 @@ from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import make_topology
 from yuan_train.planner.report.roles_text import roles_table
 from yuan_train.planner.roles.decode import (
+    Decoder,
     DecodeStage,
     line_through,
     measured_rounds,
-    prefill_seconds,
-    round_seconds,
 )
 from yuan_train.planner.roles.engines import EnginePlan, EngineRates
 from yuan_train.planner.roles.placement import RolesProblem
@@ -71,16 +70,12 @@ def stage_of(*cards: object, layers: tuple[float, float] = (0, 4), **ends: bool)
     return DecodeStage(cards=cards, layers=layers, **both)  # pyright: ignore[reportArgumentType]
 
 
+def decoder(*own: GenerationProfile) -> Decoder:
+    return Decoder(make_topology(CLUSTER), MODEL, "bf16", measured_rounds(profile(*own)))
+
+
 def seconds(stage: DecodeStage, *own: GenerationProfile, slots: int = 6, context: float = 90.0) -> float:
-    return round_seconds(
-        make_topology(CLUSTER),
-        MODEL,
-        stage,
-        slots=slots,
-        context=context,
-        precision="bf16",
-        measured=measured_rounds(profile(*own)),
-    )
+    return decoder(*own).round_seconds(stage, slots=slots, context=context)
 
 
 @pytest.mark.parametrize(("slots", "context"), [(4, 64.0), (6, 90.0), (8, 128.0), (32, 500.0), (2, 10.0)])
@@ -115,15 +110,7 @@ def test_a_wider_group_divides_what_one_card_takes() -> None:
 
 
 def test_measured_prompts() -> None:
-    found = prefill_seconds(
-        make_topology(CLUSTER),
-        MODEL,
-        stage_of(FIRST),
-        tokens=96,
-        prompts=3,
-        precision="bf16",
-        measured=measured_rounds(profile(generation())),
-    )
+    found = decoder(generation()).prefill_seconds(stage_of(FIRST), tokens=96, prompts=3)
     # Twelve first tokens; half as many tokens more than were measured in each prompt.
     assert found == pytest.approx(4 * 1.5 * 0.026 + 0.005 + 7e-3 + 2e-4 * 12)
 

@@ -100,19 +100,6 @@ class CardRates:
     bytes_per_second: float
 
 
-def card_rates(
-    topology: Topology, cards: Sequence[Card], precision: Precision, model: ModelConfig
-) -> CardRates:
-    """The rates of the slowest of these cards for such a model; each has a peak in this precision."""
-    types = [topology.types[name] for name in {card.type for card in cards}]
-    peaks = [device.peak(precision) for device in types]
-    assert all(peaks), "a card without this precision gets no work"
-    return CardRates(
-        matrix_efficiency(model.hidden_size) * min(peak for peak in peaks if peak),
-        MEMORY_EFFICIENCY * min(device.memory_bandwidth / (device.slowdown or 1.0) for device in types),
-    )
-
-
 def profiles_of(measured: Measured, stage: DecodeStage) -> list[GenerationProfile]:
     """What a profile has of the generation of a stage's types of card; empty if it lacks one of them."""
     types = {card.type for card in stage.cards}
@@ -131,87 +118,96 @@ def _of_stage(stage: DecodeStage, own: GenerationProfile, parts: PartSeconds, su
     return seconds + (parts.engine if stage.embedding else 0.0)
 
 
-def round_seconds(
-    topology: Topology,
-    model: ModelConfig,
-    stage: DecodeStage,
-    *,
-    slots: int,
-    context: float,
-    precision: Precision,
-    measured: Measured = NOTHING,
-) -> float:
-    """Seconds of one round of a stage, of `slots` samples whose contexts are `context` tokens on average."""
-    sums = 0.0
-    if stage.width > 1:
-        hidden = float(slots * model.hidden_size * ELEMENT_BYTES[precision])
-        count = 2.0 * stage.num_layers + stage.embedding
-        sums = count * allreduce_seconds(topology, stage.cards, hidden)
-    if owns := profiles_of(measured, stage):
-        parts = [round_parts(own, slots=slots, context=context) for own in owns]
-        return max(_of_stage(stage, own, part, sums) for own, part in zip(owns, parts, strict=True))
-    rates, e, w = card_rates(topology, stage.cards, precision, model), ELEMENT_BYTES[precision], stage.width
-    read, multiplied = _met_parameters(model, stage, slots)
-    weights = max(
-        read * e / (w * rates.bytes_per_second), 2.0 * slots * multiplied / (w * rates.flops_per_second)
-    )
-    cache = 2.0 * slots * context * model.key_value_size * e * stage.num_layers / (w * rates.bytes_per_second)
-    return weights + cache + sums + UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)
+@dataclass(frozen=True)
+class Decoder:
+    """A model that stages generate with, and what is known of their cards."""
 
+    topology: Topology
+    model: ModelConfig
+    precision: Precision
+    measured: Measured = NOTHING
 
-def prefill_seconds(
-    topology: Topology,
-    model: ModelConfig,
-    stage: DecodeStage,
-    *,
-    tokens: int,
-    precision: Precision,
-    prompts: int = 1,
-    measured: Measured = NOTHING,
-) -> float:
-    """Seconds in which a stage reads so many prompts of so many tokens; measured: all at once."""
-    chunks = -(-tokens // PREFILL_CHUNK)
-    sums = 0.0
-    if stage.width > 1:
-        hidden = float(min(tokens, PREFILL_CHUNK) * model.hidden_size * ELEMENT_BYTES[precision])
-        sums = chunks * 2.0 * stage.num_layers * allreduce_seconds(topology, stage.cards, hidden)
-    if owns := profiles_of(measured, stage):
-        parts = [reading_parts(own, prompts=prompts, tokens=tokens) for own in owns]
-        return max(_of_stage(stage, own, part, prompts * sums) for own, part in zip(owns, parts, strict=True))
-    rates = card_rates(topology, stage.cards, precision, model)
-    _, multiplied = _met_parameters(model, stage, 1)
-    flops = 2.0 * tokens * multiplied + stage.num_layers * tokens * tokens * 2.0 * model.projection_size
-    return prompts * (
-        flops / (stage.width * rates.flops_per_second)
-        + sums
-        + chunks * UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)
-    )
+    def rates(self, cards: Sequence[Card]) -> CardRates:
+        """The rates of the slowest of these cards; each has a peak in this precision."""
+        types = [self.topology.types[name] for name in {card.type for card in cards}]
+        peaks = [device.peak(self.precision) for device in types]
+        assert all(peaks), "a card without this precision gets no work"
+        return CardRates(
+            matrix_efficiency(self.model.hidden_size) * min(peak for peak in peaks if peak),
+            MEMORY_EFFICIENCY * min(device.memory_bandwidth / (device.slowdown or 1.0) for device in types),
+        )
 
+    def _sum_seconds(self, stage: DecodeStage, tokens: int) -> float:
+        """Of an all-reduce of the hidden states of so many tokens; 0 for one card."""
+        hidden = float(tokens * self.model.hidden_size * ELEMENT_BYTES[self.precision])
+        return allreduce_seconds(self.topology, stage.cards, hidden) if stage.width > 1 else 0.0
 
-def writing_on(
-    model: ModelConfig, stage: DecodeStage, *, group: int, prompt: int, length: int, precision: Precision
-) -> Writing:
-    """What samples take of a stage's cards, `group` to a prompt."""
-    return Writing(
-        model=model,
-        num_layers=stage.num_layers,
-        head=stage.head,
-        width=stage.width,
-        group=group,
-        prompt=prompt,
-        length=length,
-        precision=precision,
-    )
+    def round_seconds(self, stage: DecodeStage, *, slots: int, context: float) -> float:
+        """Seconds of one round of a stage, of `slots` samples whose contexts are `context` tokens on
+        average."""
+        sums = (2.0 * stage.num_layers + stage.embedding) * self._sum_seconds(stage, slots)
+        if owns := profiles_of(self.measured, stage):
+            parts = [round_parts(own, slots=slots, context=context) for own in owns]
+            return max(_of_stage(stage, own, part, sums) for own, part in zip(owns, parts, strict=True))
+        rates, e, w = self.rates(stage.cards), ELEMENT_BYTES[self.precision], stage.width
+        read, multiplied = _met_parameters(self.model, stage, slots)
+        weights = max(
+            read * e / (w * rates.bytes_per_second), 2.0 * slots * multiplied / (w * rates.flops_per_second)
+        )
+        kept = 2.0 * slots * context * self.model.key_value_size * e * stage.num_layers
+        cache = kept / (w * rates.bytes_per_second)
+        return (
+            weights + cache + sums + UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)
+        )
 
+    def prefill_seconds(self, stage: DecodeStage, *, tokens: int, prompts: int = 1) -> float:
+        """Seconds in which a stage reads so many prompts of so many tokens; measured: all at once."""
+        chunks = -(-tokens // PREFILL_CHUNK)
+        sums = chunks * 2.0 * stage.num_layers * self._sum_seconds(stage, min(tokens, PREFILL_CHUNK))
+        if owns := profiles_of(self.measured, stage):
+            pairs = [(own, reading_parts(own, prompts=prompts, tokens=tokens)) for own in owns]
+            return max(_of_stage(stage, own, part, prompts * sums) for own, part in pairs)
+        rates = self.rates(stage.cards)
+        _, multiplied = _met_parameters(self.model, stage, 1)
+        attention = stage.num_layers * tokens * tokens * 2.0 * self.model.projection_size
+        flops = 2.0 * tokens * multiplied + attention
+        return prompts * (
+            flops / (stage.width * rates.flops_per_second)
+            + sums
+            + chunks * UNIT_OVERHEAD_SECONDS * (stage.num_layers + stage.embedding + stage.head)
+        )
 
-def fixed_bytes(
-    topology: Topology, model: ModelConfig, stage: DecodeStage, *, precision: Precision
-) -> dict[str, float]:
-    """Bytes on each card of a generating stage beside what it writes, by category."""
-    return {
-        "weights": held_parameters(model, stage) * ELEMENT_BYTES[precision] / stage.width,
-        "reserved": float(max(topology.types[card.type].reserved for card in stage.cards)),
-    }
+    def writing_on(self, stage: DecodeStage, *, group: int, prompt: int, length: int) -> Writing:
+        """What samples take of a stage's cards, `group` to a prompt."""
+        return Writing(
+            model=self.model,
+            num_layers=stage.num_layers,
+            head=stage.head,
+            width=stage.width,
+            group=group,
+            prompt=prompt,
+            length=length,
+            precision=self.precision,
+        )
+
+    def fixed_bytes(self, stage: DecodeStage) -> dict[str, float]:
+        """Bytes on each card of a generating stage beside what it writes, by category."""
+        return {
+            "weights": held_parameters(self.model, stage) * ELEMENT_BYTES[self.precision] / stage.width,
+            "reserved": float(max(self.topology.types[card.type].reserved for card in stage.cards)),
+        }
+
+    def bytes_on(
+        self, stage: DecodeStage, writing: Writing, *, slots: int, num_groups: int
+    ) -> dict[str, float]:
+        """Of a stage with so many slots in each of its groups, by category."""
+        fixed = self.fixed_bytes(stage)
+        return {
+            "weights": fixed["weights"],
+            "slots": slots * num_groups / writing.group * writing.group_cache_bytes,
+            "buffers": writing.lane_bytes(slots),
+            "reserved": fixed["reserved"],
+        }
 
 
 def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: int) -> int:

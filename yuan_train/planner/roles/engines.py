@@ -20,15 +20,12 @@ from yuan_train.planner.costs.topology import Topology, find_route
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.planner.roles.decode import (
+    Decoder,
     DecodeStage,
     Measured,
-    fixed_bytes,
     held_parameters,
     most_slots,
-    prefill_seconds,
     profiles_of,
-    round_seconds,
-    writing_on,
 )
 from yuan_train.schedule.schedules import forward_only
 from yuan_train.schedule.step import one_worker_each
@@ -93,6 +90,16 @@ class EngineRates:
     memory_fraction: float = 1.0
     """Of a card's memory, what an engine may fill."""
 
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What the workload's model takes on a stage."""
+        return Decoder(self.topology, self.load.model, self.load.precision, self.measured)
+
+    def writing(self, stage: DecodeStage) -> Writing:
+        """What samples of the workload take of a stage's cards."""
+        load = self.load
+        return self.decoder.writing_on(stage, group=load.group, prompt=load.prompt_tokens, length=load.length)
+
     def are_measured(self, engine: EnginePlan) -> bool:
         """Whether a profile has the generation of all its cards."""
         return all(profiles_of(self.measured, stage) for stage in engine.stages)
@@ -106,16 +113,7 @@ class EngineRates:
         groups = min(engine.num_groups, -(-slots // engine.slots_per_group))
         per_group = engine.slots_per_group
         seconds = tuple(
-            round_seconds(
-                self.topology,
-                self.load.model,
-                stage,
-                slots=per_group,
-                context=context,
-                precision=self.load.precision,
-                measured=self.measured,
-            )
-            for stage in engine.stages
+            self.decoder.round_seconds(stage, slots=per_group, context=context) for stage in engine.stages
         )
         if len(seconds) == 1:
             return groups * seconds[0]
@@ -148,15 +146,7 @@ class EngineRates:
         return sum(
             count
             * max(
-                prefill_seconds(
-                    self.topology,
-                    self.load.model,
-                    stage,
-                    tokens=self.load.prompt_tokens,
-                    prompts=size,
-                    precision=self.load.precision,
-                    measured=self.measured,
-                )
+                self.decoder.prefill_seconds(stage, tokens=self.load.prompt_tokens, prompts=size)
                 for stage in engine.stages
             )
             for count, size in ((full, at_once), (1, rest))
@@ -258,7 +248,7 @@ def with_slots(
     group = rates.load.group
 
     free = [_free_bytes(rates, stage, held_bytes[s : s + 1]) for s, stage in enumerate(stages)]
-    writings = [_writing(rates, stage) for stage in stages]
+    writings = list(map(rates.writing, stages))
 
     def fitting(groups: int) -> int:
         return min(
@@ -282,20 +272,8 @@ def _free_bytes(rates: EngineRates, stage: DecodeStage, held_bytes: Sequence[flo
     """What weights and reserve, or `held_bytes` if it is given, leave of the smallest card."""
     types = [rates.topology.types[card.type] for card in stage.cards]
     capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)
-    fixed = fixed_bytes(rates.topology, rates.load.model, stage, precision=rates.load.precision)
+    fixed = rates.decoder.fixed_bytes(stage)
     return capacity - (held_bytes[0] if held_bytes else math.fsum(fixed.values()))
-
-
-def _writing(rates: EngineRates, stage: DecodeStage) -> Writing:
-    load = rates.load
-    return writing_on(
-        load.model,
-        stage,
-        group=load.group,
-        prompt=load.prompt_tokens,
-        length=load.length,
-        precision=load.precision,
-    )
 
 
 def num_groups(num_stages: int, prompts: int) -> int:
@@ -322,22 +300,9 @@ def engine_memory(rates: EngineRates, engine: EnginePlan) -> list[dict[str, floa
     """Bytes on each card of each stage of an engine, by category."""
     slots, groups = engine.slots_per_group, engine.num_groups
     return [
-        bytes_on(rates.topology, stage, _writing(rates, stage), slots=slots, num_groups=groups)
+        rates.decoder.bytes_on(stage, rates.writing(stage), slots=slots, num_groups=groups)
         for stage in engine.stages
     ]
-
-
-def bytes_on(
-    topology: Topology, stage: DecodeStage, writing: Writing, *, slots: int, num_groups: int
-) -> dict[str, float]:
-    """Of a stage with so many slots in each of its groups."""
-    fixed = fixed_bytes(topology, writing.model, stage, precision=writing.precision)
-    return {
-        "weights": fixed["weights"],
-        "slots": slots * num_groups / writing.group * writing.group_cache_bytes,
-        "buffers": writing.lane_bytes(slots),
-        "reserved": fixed["reserved"],
-    }
 
 
 # --- weights ---------------------------------------------------------------------------------------------

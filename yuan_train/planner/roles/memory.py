@@ -17,8 +17,8 @@ from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
-from yuan_train.planner.roles.decode import DecodeStage, fixed_bytes, writing_on
-from yuan_train.planner.roles.engines import bytes_on, num_groups
+from yuan_train.planner.roles.decode import Decoder, DecodeStage
+from yuan_train.planner.roles.engines import num_groups
 from yuan_train.planner.roles.placement import scoring_on
 
 ANY_LINK = Link(bandwidth=1e9)
@@ -176,23 +176,21 @@ def _drawing(
     costs: Costs, plan: Plan, stage: DecodeStage, slots: int, groups: int, read: _Read
 ) -> dict[str, float]:
     """Of a stage that generates on `slots` slots of each group."""
-    writing = _writing(costs, plan, stage, read)
-    return bytes_on(costs.topology, stage, writing, slots=slots, num_groups=groups)
+    decoder = _decoder(costs, plan)
+    return decoder.bytes_on(stage, _writing(decoder, plan, stage, read), slots=slots, num_groups=groups)
 
 
 def _scoring(costs: Costs, plan: Plan, stage: DecodeStage) -> dict[str, float]:
     """Of a role that reads a sample at once, and keeps no keys and values."""
-    fixed = fixed_bytes(costs.topology, plan.model, stage, precision=costs.problem.precision)
-    chunk = _writing(costs, plan, stage, _Read(plan.sequence_length, 1)).chunk_bytes
+    decoder = _decoder(costs, plan)
+    fixed = decoder.fixed_bytes(stage)
+    chunk = _writing(decoder, plan, stage, _Read(plan.sequence_length, 1)).chunk_bytes
     return {"weights": fixed["weights"], "buffers": chunk, "reserved": fixed["reserved"]}
 
 
-def _writing(costs: Costs, plan: Plan, stage: DecodeStage, read: _Read) -> Writing:
-    return writing_on(
-        plan.model,
-        stage,
-        group=read.group,
-        prompt=read.prompt,
-        length=plan.sequence_length,
-        precision=costs.problem.precision,
-    )
+def _decoder(costs: Costs, plan: Plan) -> Decoder:
+    return Decoder(costs.topology, plan.model, costs.problem.precision)
+
+
+def _writing(decoder: Decoder, plan: Plan, stage: DecodeStage, read: _Read) -> Writing:
+    return decoder.writing_on(stage, group=read.group, prompt=read.prompt, length=plan.sequence_length)

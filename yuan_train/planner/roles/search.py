@@ -22,7 +22,7 @@ from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.critic import value_model
 from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
-from yuan_train.planner.roles.decode import DecodeStage, card_rates
+from yuan_train.planner.roles.decode import DecodeStage
 from yuan_train.planner.roles.engines import (
     EnginePlan,
     EngineRates,
@@ -268,7 +268,7 @@ class RolesSearch:
         cards = [card for group in self.cards_of(split, 0) for card in group]
         if {card.type for card in cards} & {name for name, _ in self.ways.rates.measured}:
             return 0.0
-        rates = [card_rates(self.costs.topology, [card], load.precision, load.model) for card in cards]
+        rates = [self.ways.rates.decoder.rates([card]) for card in cards]
         # The first token of each is drawn where its prompt is read.
         tokens = load.samples * (load.expected_new_tokens - 1)
         layers = load.model.num_layers
@@ -503,8 +503,7 @@ class EngineWays:
             groups = list(groups_of(cards, width))
             if not groups or len(groups) * width < len(cards):
                 continue
-            load = self.problem.load
-            rates = [card_rates(self.rates.topology, group, load.precision, load.model) for group in groups]
+            rates = list(map(self.rates.decoder.rates, groups))
             engine = self._engine(groups, [rate.bytes_per_second for rate in rates])
             if engine is not None:
                 return engine

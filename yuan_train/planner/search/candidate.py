@@ -1,4 +1,4 @@
-"""What is searched, and plans that were found there: whether they are wanted, what they cost, and their order."""
+"""What is searched, and plans found there: whether they are wanted, what they cost, and their order."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def first_shape(plan: Plan, cost: PlanCost) -> Shape:
 
 
 def judge(space: Space, plan: Plan, shape: Shape | None = None) -> Candidate | None:
-    """The plan with its cost; None if the search keys do not want it, or it does not fit. Without a shape it has
-    its first pipeline's."""
+    """The plan with its cost, and its first pipeline's shape unless it is given; None if the search keys do
+    not want it, or it does not fit."""
     if not is_wanted(plan, space.options):
         return None
     cost = cost_plan(space.costs, plan)
