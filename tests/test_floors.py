@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "schedule": set[str](),
     "report": {"config"},
     "planner": {"config", "schedule", "report"},
+    "estimate": {"config", "planner"},
     "machine": {"config"},
     "models": {"config", "yuan_kernels"},
     "data": {"config"},
@@ -93,6 +94,7 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
         "planner",
+        "estimate",
         "report",
         "rl",
     },
@@ -104,6 +106,7 @@ NEVER = {
     "machine": ENGINE,
     "schedule": ENGINE | {"yaml", "pydantic", "numpy"},
     "planner": ENGINE,
+    "estimate": ENGINE,
     "report": ENGINE,
     "data": ENGINE,
     "models": {"torch.distributed"},
@@ -119,7 +122,7 @@ PYDANTIC = {"config/load.py", "config/units.py", "serve/protocol.py"}
 # Its parser alone: a third of the time of the standard library's.
 PYDANTIC |= {"report/steps.py"}
 PLANNER = {"cli/estimate.py", "cli/plan.py", "cli/simulate.py", "cli/trace.py", "cli/profile.py"}
-PLANNER |= {"cli/supervise.py"}
+PLANNER |= {"cli/supervise.py", "estimate/memory.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
 
 

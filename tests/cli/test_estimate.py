@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.test_shape import TINY
+from tests.estimate.test_shape import TINY
 from yuan_train.cli.main import main
 from yuan_train.config.devices import CATALOGUE
 

@@ -23,13 +23,12 @@ from yuan_train.config.document import Document
 from yuan_train.config.load import build, dump, write_text
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.config.run import Recompute, load_run
+from yuan_train.estimate.memory import PhaseBytes, Samples, yuan_memory
 from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.slots import fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.device import CpuDevice
 from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK
-from yuan_train.planner.costs.phases import PhaseBytes, Samples
-from yuan_train.planner.costs.yuan_memory import yuan_memory
 from yuan_train.train import run as run_module
 from yuan_train.train.memory import held_bytes, peak_memory_bytes, reset_peak_memory
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yuan_train.config.model import ModelConfig
-    from yuan_train.planner.costs.phases import Samples
-    from yuan_train.planner.costs.shape import ModelShape
-    from yuan_train.planner.evaluate.memory_fit import MemoryCase
+    from yuan_train.estimate.fit import MemoryCase
+    from yuan_train.estimate.memory import Samples
+    from yuan_train.estimate.shape import ModelShape
 
 METHODS = ("full", "adam8", "adam8+recompute", "lora")
 ENGINES = ("trl-0.14", "yuan")
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 0 whether it fits or not. Raises ConfigError for wrong input."""
     from yuan_train.config.devices import CATALOGUE, find_card, suggest_cards
     from yuan_train.config.errors import ConfigError
-    from yuan_train.planner.report import memory_text as report
+    from yuan_train.estimate import text as report
 
     if arguments.plan:
         return _print_roles(arguments)
@@ -117,7 +117,7 @@ def _print_roles(arguments: argparse.Namespace) -> int:
     """Every role of an RL plan. Raises ConfigError if something else is asked for as well."""
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.rl_plan import load_rl_plan
-    from yuan_train.planner.report.memory_text import roles_memory_json, roles_memory_text
+    from yuan_train.planner.report.roles_text import roles_memory_json, roles_memory_text
     from yuan_train.planner.roles.memory import plan_memory
 
     for name in ("model", "method", "engine", "algorithm", "largest", "new"):
@@ -139,7 +139,7 @@ def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
     """The case of the method that was asked for, or of each that the engine has."""
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import ModelConfig
-    from yuan_train.planner.evaluate.memory_fit import MemoryCase
+    from yuan_train.estimate.fit import MemoryCase
 
     engine, critic = arguments.engine, arguments.algorithm == "ppo"
     if critic or arguments.reward_model is not None:
@@ -183,7 +183,7 @@ def _reward_model(name: str | None) -> ModelConfig | None:
 
 
 def _samples(arguments: argparse.Namespace) -> Samples:
-    from yuan_train.planner.costs.phases import Samples
+    from yuan_train.estimate.memory import Samples
 
     given = {name: getattr(arguments, name) for name in ("group", "prompt", "new")}
     return Samples(**DEFAULT_SAMPLES | {name: value for name, value in given.items() if value is not None})
@@ -196,7 +196,7 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
     does not have such a layer.
     """
     from yuan_train.config.errors import ConfigError
-    from yuan_train.planner.costs.shape import ModelShape, shape_of
+    from yuan_train.estimate.shape import ModelShape, shape_of
 
     if engine == "yuan":
         return _our_model(model)
@@ -212,7 +212,7 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
 
 
 def _our_model(model: ModelShape | ModelConfig) -> ModelConfig:
-    from yuan_train.planner.costs.shape import ModelShape, to_model
+    from yuan_train.estimate.shape import ModelShape, to_model
 
     return to_model(model) if isinstance(model, ModelShape) else model
 
@@ -225,7 +225,7 @@ def read_model(name: str) -> ModelShape | ModelConfig:
     from yuan_train.config.document import read_document
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import is_published, load_model, locate_model, published_name
-    from yuan_train.planner.costs.shape import PUBLISHED_SHAPES, has_shape, shape_from_config
+    from yuan_train.estimate.shape import PUBLISHED_SHAPES, has_shape, shape_from_config
 
     if not Path(name).exists():
         by_name = {known.lower(): shape for known, shape in PUBLISHED_SHAPES.items()}

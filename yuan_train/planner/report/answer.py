@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.search_result import SearchResult
 from yuan_train.planner.search.what_if import OtherPrecision
@@ -25,8 +27,8 @@ class Answer:
     tokens_per_step: int
     num_steps: int | None
     """Of the run; None without a run file."""
-    mfu: float | None
-    """Model FLOP/s over the peak of the cards that work; None if a peak is not known."""
+    mfu: float
+    """Model FLOP/s over the peak of the cards that work."""
     fullest: StageCost
     """The stage whose cards have the least room left."""
     price_per_hour: float | None
@@ -54,29 +56,32 @@ def find_answer(
 ) -> Answer:
     """The figures of the best plan."""
     cost, cluster = result.best.cost, problem.cluster
-    cards = {card for stage in cost.stages for card in stage.cards}
-    peaks = [cluster.device_type(card.type).peak(problem.precision) for card in cards]
-    tokens = problem.global_batch_size * problem.sequence_length
-    flops = tokens * problem.model.training_flops(problem.sequence_length)
-    step = result.best.step_seconds
     return Answer(
         measured=cost.source == "measured",
-        step_seconds=step,
-        tokens_per_step=tokens,
+        step_seconds=cost.step_seconds,
+        tokens_per_step=problem.global_batch_size * problem.sequence_length,
         num_steps=num_steps,
-        mfu=None if None in peaks else flops / step / sum(peak or 0.0 for peak in peaks),
+        mfu=mfu_of(cost, problem),
         fullest=min(cost.stages, key=lambda stage: stage.card_bytes - stage.memory.total),
-        price_per_hour=cluster.nodes_price({card.node for card in cards}),
+        price_per_hour=cluster.nodes_price({card.node for stage in cost.stages for card in stage.cards}),
         other=other,
     )
+
+
+def mfu_of(cost: PlanCost, problem: PlanProblem) -> float:
+    """Model FLOP/s over the peak of the cards that work, all of which have the precision."""
+    types = [card.type for card in {card for stage in cost.stages for card in stage.cards}]
+    peak = math.fsum(problem.cluster.device_type(name).peak(problem.precision) or 0.0 for name in types)
+    tokens = problem.global_batch_size * problem.sequence_length
+    flops = tokens * problem.model.training_flops(problem.sequence_length)
+    return flops / cost.step_seconds / peak
 
 
 def answer_lines(answer: Answer, *, measure: str | None = None, next_command: str | None = None) -> list[str]:
     """The answer in words; `measure` is the command that measures, `next_command` what to type next."""
     lines = [] if answer.measured else [estimated_words(measure)]
     speed = f"{answer.tokens_per_second:,.0f} tokens/s"
-    used = "" if answer.mfu is None else f", {answer.mfu:.0%} of the cards' peak (MFU)"
-    lines.append(f"{_time_words(answer)} at {speed}{used}")
+    lines.append(f"{_time_words(answer)} at {speed}, {answer.mfu:.0%} of the cards' peak (MFU)")
     stage = answer.fullest
     lines.append(
         f"memory: {show_bytes(answer.headroom_bytes)} left on the fullest card "

@@ -13,6 +13,7 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.report.answer import mfu_of
 from yuan_train.planner.report.notations import to_blocks
 from yuan_train.planner.report.reasons import bound_values, bound_words
 from yuan_train.planner.search.candidate import Candidate
@@ -132,17 +133,10 @@ def step_words(result: SearchResult, problem: PlanProblem) -> str:
     """`step 1.02 s | 32.1k tok/s | MFU ... | bubble ... | ...`."""
     cost, step = result.best.cost, result.best.step_seconds
     tokens = problem.global_batch_size * problem.sequence_length
-    peaks = sum(
-        problem.cluster.device_type(card.type).peak(problem.precision) or 0.0
-        for card in {card for stage in cost.stages for card in stage.cards}
-    )
-    utilisation = (
-        tokens * problem.model.training_flops(problem.sequence_length) / step / peaks if peaks else 0.0
-    )
     parts = [
         f"step {show_seconds(step)}",
         f"{tokens / step:,.0f} tok/s",
-        f"MFU {utilisation:.0%} of the combined peak",
+        f"MFU {mfu_of(cost, problem):.0%} of the combined peak",
         f"bubble {cost.bubble_fraction:.0%}",
         f"gradient reduction {(cost.grad_reduce_seconds + cost.tied_embedding_seconds) / step:.0%}",
         f"optimizer step {cost.update_seconds / step:.0%}",

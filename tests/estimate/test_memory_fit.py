@@ -8,9 +8,7 @@ import pytest
 
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import load_model
-from yuan_train.planner.costs.phases import Samples
-from yuan_train.planner.costs.shape import PUBLISHED_SHAPES, to_model
-from yuan_train.planner.evaluate.memory_fit import (
+from yuan_train.estimate.fit import (
     METHODS,
     Length,
     MemoryCase,
@@ -19,6 +17,8 @@ from yuan_train.planner.evaluate.memory_fit import (
     remedies,
     with_length,
 )
+from yuan_train.estimate.memory import Samples
+from yuan_train.estimate.shape import PUBLISHED_SHAPES, to_model
 
 SAMPLES = Samples(group=4, prompt=256, new=786)
 

@@ -10,10 +10,8 @@ from yuan_train.config.architecture import adaptable
 from yuan_train.config.devices import CATALOGUE, MEMORY_FRACTION, DeviceType, usable_bytes
 from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.phases import PhaseBytes, Samples
-from yuan_train.planner.costs.shape import ModelShape
-from yuan_train.planner.costs.trl_memory import LORA_RANK, Method, trl_memory
-from yuan_train.planner.costs.yuan_memory import yuan_memory
+from yuan_train.estimate.memory import LORA_RANK, Method, PhaseBytes, Samples, trl_memory, yuan_memory
+from yuan_train.estimate.shape import ModelShape
 
 METHODS: tuple[Method, ...] = get_args(Method)
 LORA_TARGETS = ("query", "key", "query_key", "out", "up", "down")

@@ -10,10 +10,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from yuan_train.planner.costs.phases import Samples
-from yuan_train.planner.costs.shape import PUBLISHED_SHAPES
-from yuan_train.planner.costs.trl_memory import Method
-from yuan_train.planner.evaluate.memory_fit import MemoryCase, memory_of
+from yuan_train.estimate.fit import MemoryCase, memory_of
+from yuan_train.estimate.memory import Method, Samples
+from yuan_train.estimate.shape import PUBLISHED_SHAPES
 
 OXEN_SAMPLES = Samples(group=4, prompt=256, new=786)
 OXEN_MODELS = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")

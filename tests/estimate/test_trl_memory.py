@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.costs.oxen_table import mean_error, oxen_table
-from yuan_train.planner.costs.phases import Samples
-from yuan_train.planner.costs.shape import PUBLISHED_SHAPES, ModelShape
-from yuan_train.planner.costs.trl_memory import Method, kept_per_token, trl_memory
+from tests.estimate.oxen_table import mean_error, oxen_table
+from yuan_train.estimate.memory import Method, Samples, kept_per_token, trl_memory
+from yuan_train.estimate.shape import PUBLISHED_SHAPES, ModelShape
 
 TINY = ModelShape(
     name="tiny",

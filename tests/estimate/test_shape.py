@@ -12,7 +12,7 @@ import pytest
 from yuan_train.config.document import parse_document
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import load_model
-from yuan_train.planner.costs.shape import PUBLISHED_SHAPES, ModelShape, shape_from_config, shape_of, to_model
+from yuan_train.estimate.shape import PUBLISHED_SHAPES, ModelShape, shape_from_config, shape_of, to_model
 
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,

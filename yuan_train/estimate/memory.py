@@ -1,0 +1,260 @@
+"""What a card holds while it trains by reinforcement: bytes by phase and category, in TRL and in our engine.
+
+A step has phases that follow each other: answers are generated, the model is trained on them, the optimizer
+steps. What lasts from step to step is there in all of them; the peak is the largest phase's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import MemoryForecast
+from yuan_train.config.run import Recompute
+from yuan_train.estimate.shape import ModelShape
+from yuan_train.planner.costs.critic import value_model
+from yuan_train.planner.costs.generation_memory import Writing
+from yuan_train.planner.costs.memory import scoring_bytes, stage_memory
+from yuan_train.planner.costs.unit_costs import CardCosts, card_costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The samples that a card trains on at once: answers to one prompt."""
+
+    group: int
+    """Answers to the prompt."""
+    prompt: int
+    """Tokens of the prompt."""
+    new: int
+    """Tokens of an answer; the longest, to which the others are padded."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and answer."""
+        return self.prompt + self.new
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples, their prompts repeated."""
+        return self.group * self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseBytes:
+    """Bytes on one card. Categories are in the order in which they are shown."""
+
+    states: Mapping[str, float]
+    """There in all phases: weights, reference, gradients, optimizer."""
+    phases: Mapping[str, Mapping[str, float]]
+    """What each phase holds beside them."""
+    reserved: float
+    """Not available to tensors: the driver's context."""
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that holds most."""
+        return max(self.phases, key=self.of_phase)
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes, rounded up."""
+        return math.ceil(self.of_phase(self.peak_phase))
+
+    def of_phase(self, name: str) -> float:
+        """All bytes that are held in a phase."""
+        return math.fsum((*self.states.values(), *self.phases[name].values(), self.reserved))
+
+
+# --- TRL 0.14 ----------------------------------------------------------------------------------------------
+#
+# Peak bytes of GRPO in TRL 0.14 on one card: weights in bf16 under bf16 autocast, flash attention.
+#
+# Counted in the code, no number fitted: trl v0.14.0 (`GRPOTrainer.compute_loss`), transformers' Llama and
+# Qwen 2, peft's LoRA layer, bitsandbytes' 8-bit Adam. What autograd keeps of a layer equals a count with
+# `saved_tensors_hooks` (docs/estimate.md).
+#
+# h = hidden size, L = layers, f = feed-forward width, q = width of queries, k = width of keys, V = words,
+# N = parameters, E = those of the embedding, G = group, P = prompt, C = new tokens, T = G (P + C),
+# e = G C V elements of logits.
+
+Method = Literal["full", "adam8", "adam8+recompute", "lora"]
+
+CONTEXT_BYTES = 5e8
+"""CUDA's context and kernels."""
+LORA_RANK = 16
+"""Of adapters on the projections q, k, o, up and down, with dropout."""
+
+
+def trl_memory(shape: ModelShape, method: Method, samples: Samples) -> PhaseBytes:
+    """Bytes of one card that holds the policy and its reference, and trains all samples at once."""
+    layers, tokens = shape.num_layers, samples.tokens
+    logits = samples.group * samples.new * shape.vocab_size
+    generation = {
+        "cache": 4.0 * shape.key_value_size * layers * tokens,
+        "logits": 8.0 * samples.group * shape.vocab_size,
+    }
+    return PhaseBytes(
+        states=_states(shape, method),
+        phases={
+            "training": _training(shape, method, tokens, logits),
+            "generation": generation,
+            # torch's AdamW over many tensors holds a copy of the weights' size.
+            "optimizer_step": {"temporaries": 2.0 * shape.parameters if method == "full" else 0.0},
+        },
+        reserved=CONTEXT_BYTES,
+    )
+
+
+def _states(shape: ModelShape, method: Method) -> dict[str, float]:
+    """Weights and reference in bf16, gradients in bf16, Adam's moments in bf16 as torch keeps them.
+
+    8-bit Adam has a byte for each moment, but the Trainer keeps those of the embedding in fp32. Under LoRA
+    the adapters alone are trained, in fp32, and the reference is the policy without them.
+    """
+    n = float(shape.parameters)
+    if method == "lora":
+        adapters = float(lora_parameters(shape))
+        return {
+            "weights": 2 * n + 4 * adapters,
+            "reference": 0.0,
+            "gradients": 4 * adapters,
+            "optimizer": 8 * adapters,
+        }
+    embedding = shape.embedding_parameters
+    optimizer = 4 * n if method == "full" else 2 * (n - embedding) + 8 * embedding
+    return {"weights": 2 * n, "reference": 2 * n, "gradients": 2 * n, "optimizer": optimizer}
+
+
+def lora_parameters(shape: ModelShape) -> int:
+    """Parameters of the adapters: rank times the inputs and outputs of five projections, in each layer."""
+    h, q, k, f = shape.hidden_size, shape.query_size, shape.key_value_size, shape.ffn_hidden_size
+    return shape.num_layers * LORA_RANK * ((h + q) + (h + k) + (q + h) + 2 * (h + f))
+
+
+def kept_per_token(shape: ModelShape, *, lora: bool) -> int:
+    """Bytes of a token that autograd keeps of a layer.
+
+    A norm keeps its input in fp32 (4h), what it normed (2h) and its output (2h); attention q, its output, k
+    and v in bf16; SwiGLU gate, silu, up and their product (8f). Head norms keep what the others keep, less
+    the output, which the rotary embedding replaces. With the base frozen, a norm keeps its input alone, and
+    SwiGLU 6f; an adapter keeps its input again, behind dropout (2 bytes, and 1 of the mask).
+    """
+    h, q, k, f = shape.hidden_size, shape.query_size, shape.key_value_size, shape.ffn_hidden_size
+    attention = 4 * q + 4 * k
+    heads = (q + k) * shape.query_key_norm
+    if lora:
+        return 8 * h + attention + 4 * heads + 6 * f + 3 * (3 * h + q) + 3 * f
+    return 16 * h + attention + 6 * heads + 8 * f
+
+
+def _training(shape: ModelShape, method: Method, tokens: int, logits: int) -> dict[str, float]:
+    """Activations of the policy's forward, and what is largest beside them.
+
+    The policy's log-softmax in fp32 (4) stands while the reference's logits are made, in bf16 (2) and then in
+    fp32, to which accelerate widens outputs (4): 10 bytes an element; its backward needs 8. The reference's
+    own layer holds gate, up and product.
+    """
+    h, layers = shape.hidden_size, shape.num_layers
+    kept = float(kept_per_token(shape, lora=method == "lora") * tokens)
+    last_hidden = 2.0 * h * tokens
+    if method == "adam8+recompute":
+        # While a layer is computed again, the logits' are gone.
+        layer = kept + 2 * last_hidden
+        return {"activations": last_hidden * layers, "logits_or_layer": max(10.0 * logits, layer)}
+    reference_layer = 6.0 * shape.ffn_hidden_size * tokens
+    return {
+        "activations": kept * layers + last_hidden,
+        "logits_or_layer": max(10.0 * logits, reference_layer),
+    }
+
+
+# --- our engine --------------------------------------------------------------------------------------------
+#
+# Peak bytes of reinforcement learning in our own engine, the whole model on one card.
+#
+# The same weights generate and train; a reference stays on the host. Samples are trained one after the other,
+# a row of prompt and answer each, so that the group matters to generation alone. Training is what the planner
+# forecasts for a stage that holds all units (`stage_memory`). PPO's critic is trained in turn with the
+# policy; a reward model is on the card while it scores, and on the host else.
+
+
+def yuan_memory(
+    model: ModelConfig,
+    samples: Samples,
+    device: DeviceType,
+    *,
+    precision: Precision,
+    recompute: Recompute = "none",
+    optimizer_offload: float = 0.0,
+    critic: bool = False,
+    reward_model: ModelConfig | None = None,
+) -> PhaseBytes:
+    """Bytes on a card of this type; `optimizer_offload` is the share of the optimizer state that is kept on
+    the host, `critic` adds PPO's, `reward_model` is on the card while it scores. The card must have a peak in
+    `precision`."""
+
+    def costs_of(model: ModelConfig, recompute: Recompute) -> CardCosts:
+        return card_costs(
+            model,
+            sequence_length=samples.length,
+            micro_batch_size=1,
+            precision=precision,
+            recompute=recompute,
+            type_name="card",
+            device=device,
+            profile=None,
+        )
+
+    def memory_of(model: ModelConfig, costs: CardCosts) -> MemoryForecast:
+        return stage_memory(
+            costs.units,
+            has_embedding=True,
+            has_head=True,
+            head_holds_embedding=model.tie_embeddings,
+            in_flight=1,
+            boundary_bytes=costs.boundary_bytes,
+            reserved_bytes=float(device.reserved),
+            optimizer_share=1.0 - optimizer_offload,
+        )
+
+    memory = memory_of(model, costs_of(model, recompute))
+    states = {
+        "weights": memory.parameters,
+        "reference": 0.0,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+    }
+    phases = {"training": _of_backward(memory), "generation": _generation(model, samples, precision)}
+    if critic:
+        values = value_model(model)
+        own = memory_of(values, costs_of(values, recompute))
+        states["critic"] = own.parameters + own.gradients + own.optimizer
+        phases["critic"] = _of_backward(own)
+    if reward_model is not None:
+        scoring = scoring_bytes(reward_model, costs_of(reward_model, "none"), precision)
+        phases["scoring"] = {"reward model": scoring["weights"], "layer": scoring["activations"]}
+    return PhaseBytes(states=states, phases=phases, reserved=memory.reserved)
+
+
+def _of_backward(memory: MemoryForecast) -> dict[str, float]:
+    return {"activations": memory.activations, "logits": memory.logits, "buffers": memory.buffers}
+
+
+def _generation(model: ModelConfig, samples: Samples, precision: Precision) -> dict[str, float]:
+    """All answers of a group at once."""
+    writing = Writing(
+        model=model,
+        num_layers=model.num_layers,
+        head=True,
+        width=1,
+        group=samples.group,
+        prompt=samples.prompt,
+        length=samples.length,
+        precision=precision,
+    )
+    return {"cache": writing.group_cache_bytes, "logits or layer": writing.lane_bytes(samples.group)}
