@@ -16,10 +16,9 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.run import Recompute
 from yuan_train.estimate.shape import ModelShape
-from yuan_train.planner.costs.critic import value_model
 from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.memory import scoring_bytes, stage_memory
-from yuan_train.planner.costs.unit_costs import CardCosts, card_costs
+from yuan_train.planner.costs.unit_costs import CardCosts, card_costs, value_model
 
 
 @dataclass(frozen=True, kw_only=True)

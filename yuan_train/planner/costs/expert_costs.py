@@ -15,14 +15,8 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan, expert_parameters, expert_ranges, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.halves import half_shares
-from yuan_train.planner.costs.unit_costs import (
-    CardCosts,
-    UnitCost,
-    estimate_units,
-    logit_rows,
-)
-from yuan_train.planner.costs.workload import UnitWork, has_flash, model_work
+from yuan_train.planner.costs.unit_costs import STATES, CardCosts, UnitCost, estimate_units, logit_rows
+from yuan_train.planner.costs.workload import UnitWork, half_shares, has_flash, model_work
 
 
 def divides_alike(plan: Plan) -> bool:
@@ -112,18 +106,13 @@ def _scaled(
         return few / all_ if all_ else 0.0
 
     states = works[0].parameters / works[1].parameters
-    backward = ratio("backward_seconds")
+    names = ("forward_seconds", "backward_seconds", "activation_bytes", "transient_bytes")
     return replace(
         layer,
-        forward_seconds=layer.forward_seconds * ratio("forward_seconds"),
-        backward_seconds=layer.backward_seconds * backward,
-        weight_seconds=layer.weight_seconds * backward,
+        **{name: getattr(layer, name) * ratio(name) for name in names},
+        **{name: getattr(layer, name) * states for name in STATES},
+        weight_seconds=layer.weight_seconds * ratio("backward_seconds"),
         parameters=works[0].trained,
-        parameter_bytes=layer.parameter_bytes * states,
-        gradient_bytes=layer.gradient_bytes * states,
-        optimizer_bytes=layer.optimizer_bytes * states,
-        activation_bytes=layer.activation_bytes * ratio("activation_bytes"),
-        transient_bytes=layer.transient_bytes * ratio("transient_bytes"),
         forward_collectives=estimates[0].forward_collectives,
         backward_collectives=estimates[0].backward_collectives,
     )
@@ -132,15 +121,9 @@ def _scaled(
 def _on_line(layer: UnitCost, bare: UnitCost, whole: UnitCost, share: float) -> UnitCost:
     """The layer with seconds between those of a bare and a whole one."""
 
-    def at(low: float, high: float) -> float:
-        return low + max(high - low, 0.0) * share
-
-    return replace(
-        layer,
-        forward_seconds=at(bare.forward_seconds, whole.forward_seconds),
-        backward_seconds=at(bare.backward_seconds, whole.backward_seconds),
-        weight_seconds=at(bare.weight_seconds, whole.weight_seconds),
-    )
+    names = ("forward_seconds", "backward_seconds", "weight_seconds")
+    ends = {name: (getattr(bare, name), getattr(whole, name)) for name in names}
+    return replace(layer, **{name: low + max(high - low, 0.0) * share for name, (low, high) in ends.items()})
 
 
 def stage_experts(plan: Plan, stage: StagePlan) -> tuple[int, ...]:

@@ -27,7 +27,6 @@ from yuan_train.config.plan import (
     whole_layers,
 )
 from yuan_train.planner.costs.expert_costs import stage_experts
-from yuan_train.planner.costs.halves import HalfShare, half_shares
 from yuan_train.planner.costs.links import (
     all_gather_seconds,
     allreduce_compute_seconds,
@@ -38,7 +37,7 @@ from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import Topology, uses_gloo
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
-from yuan_train.planner.costs.workload import STATE_BYTES, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, half_shares, model_work
 from yuan_train.schedule.flow import group_units, is_halved
 
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import MemoryForecast
-from yuan_train.planner.costs.critic import without_critic
-from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost
+from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, without_critic
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.schedule.schedules import MESSAGES_PER_EDGE
 

@@ -24,7 +24,6 @@ from yuan_train.config.plan import (
 )
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
-from yuan_train.planner.costs.critic import value_model, with_critic, without_critic
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
 from yuan_train.planner.costs.links import (
@@ -40,6 +39,9 @@ from yuan_train.planner.costs.unit_costs import (
     card_costs,
     check_profile,
     share_of_layer,
+    value_model,
+    with_critic,
+    without_critic,
 )
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, statistic_bytes
 
@@ -201,7 +203,7 @@ class Costs:
         parts = [self.of_replica(replica, micro_batch_size, kind) for kind in recompute]
         key = tuple(map(id, parts))
         if key not in self.fastest:
-            times = [[u.forward_seconds + u.backward_seconds for u in part.units] for part in parts]
+            times = [[unit.seconds for unit in part.units] for part in parts]
             self.fastest[key] = np.array(times).min(axis=0)
         return self.fastest[key]
 

@@ -97,13 +97,9 @@ def _stage_seconds(
         _costs(plan, key, pipeline.micro_batch_size, kind, precision) for kind in (stage.recompute, "none")
     )
     recomputed = min(float(stage.num_recomputed), stage.num_layers)
-    layers = recomputed * _seconds(part.layer) + (stage.num_layers - recomputed) * _seconds(plain.layer)
-    ends = stage.embedding * _seconds(part.units[0]) + stage.head * _seconds(part.units[-1])
+    layers = recomputed * part.layer.seconds + (stage.num_layers - recomputed) * plain.layer.seconds
+    ends = stage.embedding * part.units[0].seconds + stage.head * part.units[-1].seconds
     return layers + ends
-
-
-def _seconds(unit: UnitCost) -> float:
-    return unit.forward_seconds + unit.backward_seconds
 
 
 def _entry(

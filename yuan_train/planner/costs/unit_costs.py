@@ -19,13 +19,14 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import Profile, ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.halves import HalfShare, half_shares
 from yuan_train.planner.costs.workload import (
     STATE_BYTES,
+    HalfShare,
     ModelWork,
     StateBytes,
     TensorGroup,
     UnitWork,
+    half_shares,
     has_flash,
     model_work,
 )
@@ -86,6 +87,11 @@ class UnitCost:
     """The unit of a critic that is trained beside it, whose states the bytes above include."""
 
     @property
+    def seconds(self) -> float:
+        """Of a forward and a backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    @property
     def state_bytes(self) -> float:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
@@ -109,6 +115,32 @@ def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
     )
 
 
+STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+"""What lasts of a unit from step to step."""
+
+
+def value_model(model: ModelConfig) -> ModelConfig:
+    """The model of PPO's critic beside a policy: the policy's with one number a token for a head."""
+    return replace(model, output="value")
+
+
+def with_critic(unit: UnitCost, critic: UnitCost) -> UnitCost:
+    """The unit with a critic's beside it, which is trained on the same cards in turn with the policy: states
+    add up, and of what both keep of a micro-batch the larger is there."""
+    states = {name: getattr(unit, name) + getattr(critic, name) for name in STATES}
+    kept = ("activation_bytes", "transient_bytes")
+    largest = {name: max(getattr(unit, name), getattr(critic, name)) for name in kept}
+    return replace(unit, **states, **largest, critic=critic)
+
+
+def without_critic(unit: UnitCost) -> UnitCost:
+    """The unit with its own states alone."""
+    if unit.critic is None:
+        return unit
+    own = {name: getattr(unit, name) - getattr(unit.critic, name) for name in STATES}
+    return replace(unit, **own, critic=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CardCosts:
     """All units (embedding, layers, head) on one type of card, and where the numbers come from."""
@@ -129,8 +161,7 @@ class CardCosts:
     def layer(self) -> UnitCost:
         """The first layer, with seconds and bytes averaged over all layers."""
         layers = self.units[1:-1]
-        names = ("forward_seconds", "backward_seconds", "parameter_bytes", "gradient_bytes")
-        names += ("optimizer_bytes", "activation_bytes", "transient_bytes")
+        names = ("forward_seconds", "backward_seconds", *STATES, "activation_bytes", "transient_bytes")
         means = {name: statistics.fmean(getattr(unit, name) for unit in layers) for name in names}
         return replace(layers[0], **means)
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
@@ -37,8 +36,6 @@ from yuan_train.planner.evaluate.stage_cost import StageCost
 
 Measured = Mapping[tuple[str, int], GenerationProfile]
 """By type of card, and cards of a tensor-parallel group."""
-NOTHING: Measured = MappingProxyType({})
-"""No profile, or one without generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +122,7 @@ class Decoder:
     topology: Topology
     model: ModelConfig
     precision: Precision
-    measured: Measured = NOTHING
+    measured: Measured = field(default_factory=dict[tuple[str, int], GenerationProfile])
 
     def rates(self, cards: Sequence[Card]) -> CardRates:
         """The rates of the slowest of these cards; each has a peak in this precision."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.errors import ConfigError, NoPlanFits
-from yuan_train.planner.costs.critic import value_model
 from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
+from yuan_train.planner.costs.unit_costs import value_model
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.roles.decode import DecodeStage
 from yuan_train.planner.roles.engines import (
@@ -44,7 +44,7 @@ from yuan_train.planner.roles.placement import (
 )
 from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.search import search_plan, usable_cards
-from yuan_train.planner.search.shapes import WIDTHS, groups_of, read_options
+from yuan_train.planner.search.shapes import WIDTHS, deal_layers, groups_of, read_options
 
 Split = tuple[tuple[int, int, int], ...]
 """Cards of each group of nodes for policy, generation and reward."""
@@ -470,11 +470,7 @@ class EngineWays:
         num_layers = self.problem.load.model.num_layers
         if len(groups) > num_layers:
             return None
-        total = math.fsum(weights)
-        ends = [round(num_layers * w / total) for w in itertools.accumulate(weights)]
-        # Each stage has a layer at least.
-        for i in range(len(ends)):
-            ends[i] = min(max(ends[i], i + 1), num_layers - (len(ends) - 1 - i))
+        ends = list(itertools.accumulate(deal_layers(num_layers, weights)))
         stages = [
             DecodeStage(cards=group, layers=(first, end), embedding=first == 0, head=end == num_layers)
             for group, first, end in zip(groups, (0, *ends), ends, strict=False)

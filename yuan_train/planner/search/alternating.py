@@ -18,7 +18,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan
+from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, by_type
 
 NUM_COSTED = 6
 """Plans with the least work on their busiest card, which are costed in full, for each kind of recompute: the
@@ -57,15 +57,13 @@ def alternating_plans(space: Space, known: Sequence[Candidate]) -> list[Candidat
 
 
 def _pairings(costs: Costs, cards: Sequence[Card], options: Options) -> Iterator[_Pairing]:
-    by_type: dict[str, list[Card]] = {}
-    for card in cards:
-        by_type.setdefault(card.type, []).append(card)
-    for first, second in itertools.permutations(by_type, 2):
-        if options.use_all_devices and len(by_type) > 2:
+    types = by_type(cards)
+    for first, second in itertools.permutations(types, 2):
+        if options.use_all_devices and len(types) > 2:
             return
-        for num_pairs in _divisors(math.gcd(len(by_type[first]), len(by_type[second]))):
+        for num_pairs in _divisors(math.gcd(len(types[first]), len(types[second]))):
             pairs = list(
-                zip(_grouped(by_type[first], num_pairs), _grouped(by_type[second], num_pairs), strict=True)
+                zip(_grouped(types[first], num_pairs), _grouped(types[second], num_pairs), strict=True)
             )
             for num_pipelines in options.pipelines or _divisors(num_pairs):
                 yield from _of_pairs(costs, pairs, num_pipelines, options)
@@ -125,9 +123,8 @@ def _busiest(costs: Costs, pairing: _Pairing) -> float:
     for place in (0, 1):
         group = pairing.pairs[0][0][place]
         card = costs.of(group[0].type, pairing.micro_batch_size, pairing.recompute)
-        seconds = card.layer.forward_seconds + card.layer.backward_seconds
         share = pairing.num_micro_batches / len(group)
-        halves.append([share * seconds * half.seconds for half in card.halves])
+        halves.append([share * card.layer.seconds * half.seconds for half in card.halves])
     most = max(counts)
     split = min(pairing.split, most)
     whole = [most - split, 0] if pairing.whole_first else [0, most - split]

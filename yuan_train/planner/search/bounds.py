@@ -92,7 +92,7 @@ class _Ways:
         parts = {name: [(w, costs.of(name, size, r, w)) for w, r in ways] for name in types}
         units = {name: [(w, self._units(part)) for w, part in own] for name, own in parts.items()}
         self.work = {
-            name: np.array([[w * _seconds(u) / size for u in row] for w, row in own])
+            name: np.array([[w * u.seconds / size for u in row] for w, row in own])
             for name, own in units.items()
         }
         """[W, U] of each type: seconds of all cards of a group for one sequence of each unit."""
@@ -110,7 +110,7 @@ class _Ways:
         """[W, U]: of one micro-batch in flight."""
         rows = [row for own in units.values() for _, row in own]
         self.forward = np.min([[u.forward_seconds for u in row] for row in rows], axis=0)
-        self.both = np.min([[_seconds(u) for u in row] for row in rows], axis=0)
+        self.both = np.min([[u.seconds for u in row] for row in rows], axis=0)
         """[U]: of a micro-batch, where each is fastest."""
 
     def round_trip(self, schedules: Sequence[ScheduleName], *, whole: bool = False) -> Floats:
@@ -154,10 +154,6 @@ class _Ways:
             return 0.0
         moves = options.offload or options.offload_disk or True in options.sharded
         return unit.parameter_bytes + unit.gradient_bytes + (0.0 if moves else unit.optimizer_bytes)
-
-
-def _seconds(unit: UnitCost) -> float:
-    return unit.forward_seconds + unit.backward_seconds
 
 
 def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:

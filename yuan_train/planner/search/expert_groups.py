@@ -325,8 +325,8 @@ class _Search:
         for card in group:
             none, whole = (self._of(card, place, recompute, experts) for experts in (0, model.num_experts))
             ends = [none.units[0]] * place.first + [none.units[-1]] * place.last
-            fixed.append(layers * _seconds(none) + sum(u.forward_seconds + u.backward_seconds for u in ends))
-            each.append(layers * (_seconds(whole) - _seconds(none)) / model.num_experts)
+            fixed.append(layers * none.layer.seconds + sum(u.seconds for u in ends))
+            each.append(layers * (whole.layer.seconds - none.layer.seconds) / model.num_experts)
         most = [self._most_experts(card, len(group), place, layers, recompute) for card in group]
         if min(most) < 0:
             return None
@@ -378,11 +378,6 @@ class _Search:
             packed_share=copied,
         )
         return memory.total <= self.costs.problem.usable_bytes(card.type)
-
-
-def _seconds(card: CardCosts) -> float:
-    """Of a layer's forward and backward."""
-    return card.layer.forward_seconds + card.layer.backward_seconds
 
 
 def _plan_of(costs: Costs, division: _Division, options: Options) -> Plan:

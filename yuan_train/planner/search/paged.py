@@ -23,7 +23,7 @@ from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stag
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.candidate import Candidate, Space
 from yuan_train.planner.search.disks import STEPS
-from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan
+from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan, deal_layers
 
 MOST_CARDS, FEW_CARDS = 16, 3
 """Cards beyond which no pages are tried; up to the second, every order of every set of types is."""
@@ -105,8 +105,8 @@ def pages_fit(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
     if refused or rest or len(order) > min(MOST_CARDS, num_layers):
         return False
     memory = [costs.problem.usable_bytes(card.type) for card in order]
-    speeds = [1.0 / _layer_seconds(costs, card, size) for card in order]
-    dealt = (_dealt(num_layers, weights) for weights in (memory, speeds, [1.0] * len(order)))
+    speeds = _speeds(costs, order, size)
+    dealt = (deal_layers(num_layers, weights) for weights in (memory, speeds, [1.0] * len(order)))
     plans = (_plan(costs, order, layers, size, count) for layers in dealt)
     return any(_price(costs, plan, 1, 1).cost is not None for plan in plans)
 
@@ -124,23 +124,22 @@ def _orders(cards: Sequence[Card], options: Options) -> list[tuple[Card, ...]]:
     return list(distinct.values())[::-1]
 
 
-def _layer_seconds(costs: Costs, card: Card, size: int) -> float:
-    layer = costs.of_replica((card,), size, "full").layer
-    return layer.forward_seconds + layer.backward_seconds
+def _speeds(costs: Costs, order: Sequence[Card], size: int) -> list[float]:
+    """Layers a second of each card."""
+    return [1.0 / costs.of_replica((card,), size, "full").layer.seconds for card in order]
 
 
 def _least_seconds(costs: Costs, order: Sequence[Card], size: int) -> float:
     """Of a micro-batch's layers, perfectly shared."""
-    rate = sum(1.0 / _layer_seconds(costs, card, size) for card in order)
-    return costs.problem.model.num_layers / rate
+    return costs.problem.model.num_layers / sum(_speeds(costs, order, size))
 
 
 def _best_of(space: Space, order: Sequence[Card], size: int, count: int) -> _Priced | None:
     """The best plan of the cards in this order, over groups and slots."""
     costs = space.costs
     best: _Priced | None = None
-    speeds = [1.0 / _layer_seconds(costs, card, size) for card in order]
-    layers = _dealt(costs.problem.model.num_layers, speeds)
+    speeds = _speeds(costs, order, size)
+    layers = deal_layers(costs.problem.model.num_layers, speeds)
     for share, slots in itertools.product(GROUPS, SLOTS):
         if space.is_over():
             break
@@ -159,14 +158,6 @@ def _best_of(space: Space, order: Sequence[Card], size: int, count: int) -> _Pri
         if best is None or found.worth < best.worth:
             best, layers = found, _layers(found.plan)
     return best
-
-
-def _dealt(num_layers: int, speeds: Sequence[float]) -> list[int]:
-    """Layers in proportion to speeds, one at least."""
-    ends = [round(num_layers * share / sum(speeds)) for share in itertools.accumulate(speeds)]
-    ends = [max(end, s + 1) for s, end in enumerate(ends)]
-    ends = [min(end, num_layers - (len(ends) - 1 - s)) for s, end in enumerate(ends)]
-    return [end - first for first, end in itertools.pairwise([0, *ends])]
 
 
 def _moves(layers: Sequence[int]) -> Iterator[list[int]]:

@@ -113,8 +113,7 @@ def _needs_layers(costs: Costs, shape: Shape) -> tuple[bool, bool]:
     parts = [costs.of_replica(slot[0][0], shape.micro_batch_size, "none").units for slot in shape.slots]
 
     def is_nothing(unit: UnitCost) -> bool:
-        seconds = unit.forward_seconds + unit.backward_seconds
-        return not seconds + unit.parameter_bytes + unit.gradient_bytes + unit.optimizer_bytes
+        return not unit.seconds + unit.parameter_bytes + unit.gradient_bytes + unit.optimizer_bytes
 
     return all(is_nothing(units[0]) for units in parts), all(is_nothing(units[-1]) for units in parts)
 

@@ -224,6 +224,14 @@ def groups_of(cards: Sequence[Card], width: int) -> Iterator[tuple[Card, ...]]:
             yield tuple(own[first : first + width])
 
 
+def deal_layers(num_layers: int, weights: Sequence[float]) -> list[int]:
+    """Layers of each stage in proportion to weights, one at least."""
+    ends = [round(num_layers * share / sum(weights)) for share in itertools.accumulate(weights)]
+    ends = [max(end, s + 1) for s, end in enumerate(ends)]
+    ends = [min(end, num_layers - (len(ends) - 1 - s)) for s, end in enumerate(ends)]
+    return [end - first for first, end in itertools.pairwise([0, *ends])]
+
+
 # --- assigning cards -------------------------------------------------------------------------------------
 
 
@@ -248,7 +256,7 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
     # Interleaved plans are made from 1F1B plans, by splitting their stages.
     bases: list[ScheduleName] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
     most = MAX_MIXES if len(cards) <= THOUSANDS else MAX_MIXES_OF_THOUSANDS
-    types = _by_type(cards)
+    types = by_type(cards)
     places = _places(cards)
     known: dict[tuple[str, int, int], list[StageGroup] | None] = {}
     seen: set[object] = set()
@@ -346,10 +354,7 @@ def _stage_groups(
 
 def _groups_of(cards: Sequence[Card], width: int, count: int) -> list[StageGroup]:
     """Stage groups of cards of one type: `count` replicas, each inside a node."""
-    members: list[Replica] = []
-    for _, node in itertools.groupby(cards, key=lambda card: card.node):
-        local = list(node)
-        members += [tuple(local[i * width : (i + 1) * width]) for i in range(len(local) // width)]
+    members = list(groups_of(cards, width))
     return [tuple(members[i : i + count]) for i in range(0, len(members) - count + 1, count)]
 
 
@@ -399,7 +404,8 @@ def _places(cards: Sequence[Card]) -> dict[int, int]:
     return {id(card): i for i, card in enumerate(cards)}
 
 
-def _by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
+def by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
+    """The cards of each type."""
     groups: dict[str, list[Card]] = {}
     for card in cards:
         groups.setdefault(card.type, []).append(card)

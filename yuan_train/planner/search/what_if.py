@@ -74,8 +74,6 @@ class Change:
 
     what: str
     limit: Limit
-    adds: bool
-    """Whether the plan at hand remains lawful, and counts if the search finds none better."""
     tokens_per_second: float | None
     """None if no plan fits any more."""
     gain: float
@@ -87,6 +85,7 @@ class _Variant:
     what: str
     limit: Limit
     adds: bool
+    """Whether the plan at hand remains lawful, and counts if the search finds none better."""
     problem: PlanProblem
     search: SearchConfig
 
@@ -109,13 +108,7 @@ def explain_plan(
         rate = max(rate, tokens) if variant.adds else rate
         gain = rate / tokens - 1.0
         found.append(
-            Change(
-                what=variant.what,
-                limit=variant.limit,
-                adds=variant.adds,
-                tokens_per_second=rate or None,
-                gain=gain,
-            )
+            Change(what=variant.what, limit=variant.limit, tokens_per_second=rate or None, gain=gain)
         )
     return tuple(sorted(found, key=lambda change: -change.gain))
 
