@@ -67,6 +67,7 @@ MAY_IMPORT = {
         "checkpoint",
         "train",
         "rl",
+        "planner",
     },
     "serve": {
         "config",
@@ -121,8 +122,8 @@ PLANNER_FLOORS = ("native", "costs", "evaluate", "search", "roles", "report")
 PYDANTIC = {"config/load.py", "config/units.py", "serve/protocol.py"}
 # Its parser alone: a third of the time of the standard library's.
 PYDANTIC |= {"report/steps.py"}
-PLANNER = {"cli/estimate.py", "cli/plan.py", "cli/simulate.py", "cli/trace.py", "cli/profile.py"}
-PLANNER |= {"cli/supervise.py", "estimate/memory.py"}
+PLANNER = {"cli/plan.py", "cli/simulate.py", "cli/trace.py", "cli/supervise.py", "profile/of_run.py"}
+PLANNER |= {"estimate/memory.py", "estimate/roles.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
 
 

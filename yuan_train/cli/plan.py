@@ -171,8 +171,7 @@ def _print_plan(
     reasons: Mapping[str, Sequence[str]],
 ) -> None:
     """The plan as text; with `--emit` its cut alone."""
-    from yuan_train.config.express import to_layout
-    from yuan_train.planner.report.notations import to_blocks
+    from yuan_train.config.express import to_blocks, to_layout
     from yuan_train.planner.report.terminal import plan_table
 
     if arguments.emit:

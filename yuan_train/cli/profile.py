@@ -171,7 +171,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _of_run(directory: str) -> Profile:
     """What a run has measured of its cards. Raises ConfigError."""
-    from yuan_train.planner.costs.run_profile import profile_of_run
+    from yuan_train.profile.of_run import profile_of_run
     from yuan_train.report.run_log import read_run
 
     found = read_run(directory)

@@ -140,10 +140,10 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.errors import ConfigError, PlanError
+    from yuan_train.config.express import read_blocks, read_layout
     from yuan_train.config.plan import PipelinePlan, StagePlan
     from yuan_train.config.plan_constraints import validate_plan
     from yuan_train.planner.costs.plan_problem import plan_on_cards
-    from yuan_train.planner.report.notations import read_blocks, read_layout
 
     if not arguments.cluster:
         raise ConfigError("a hand-made cut needs --cluster F: its cards, in their order, take the stages")

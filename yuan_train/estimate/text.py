@@ -15,6 +15,7 @@ from yuan_train.estimate.fit import (
     remedies,
     with_length,
 )
+from yuan_train.estimate.roles import StageBytes
 
 
 def estimate_text(case: MemoryCase, length: Length | None) -> str:
@@ -150,3 +151,35 @@ def _categories(values: Mapping[str, float]) -> str:
 
 def _gb(value: float) -> str:
     return f"{value / 1e9:.1f}"
+
+
+def roles_memory_text(stages: Sequence[StageBytes]) -> str:
+    """A line for each stage of each role; equal ones together."""
+    lines: dict[str, int] = {}
+    for stage in stages:
+        verdict = "fits" if stage.fits else "does not fit"
+        line = (
+            f"{stage.role:<10} stage {stage.stage} on {stage.card}: {_gb(stage.peak)} of "
+            f"{_gb(stage.capacity)}, {verdict} ({_categories(stage.categories)})"
+        )
+        lines[line] = lines.get(line, 0) + 1
+    return "\n".join(line + (f" x {count}" if count > 1 else "") for line, count in lines.items())
+
+
+def roles_memory_json(stages: Sequence[StageBytes]) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "roles": [
+            {
+                "role": stage.role,
+                "pipeline": stage.pipeline,
+                "stage": stage.stage,
+                "card": stage.card,
+                "bytes": stage.peak,
+                "capacity_bytes": stage.capacity,
+                "fits": stage.fits,
+                "categories": stage.categories,
+            }
+            for stage in stages
+        ]
+    }

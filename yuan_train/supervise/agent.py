@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from yuan_train.checkpoint.in_memory import remove_copies
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in

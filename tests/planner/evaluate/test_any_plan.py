@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from tests.planner.search.test_search import MODEL, NETWORK, card, find, problem
 from yuan_train.config.cluster import Cluster, NodeGroup
 from yuan_train.config.errors import ConfigError, NoPlanFits, PlanError
-from yuan_train.config.express import to_layout
+from yuan_train.config.express import read_blocks, read_layout, to_blocks, to_layout
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate, simulate_schedule
-from yuan_train.planner.report.notations import read_blocks, read_layout, to_blocks
 from yuan_train.schedule.schedules import make_schedule
 
 EIGHT = Cluster(

@@ -13,9 +13,9 @@ from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.model import load_model
 from yuan_train.config.rl_plan import load_rl_plan, save_rl_plan
 from yuan_train.config.run import SearchConfig
+from yuan_train.estimate.roles import plan_memory
 from yuan_train.planner.report.roles_page import roles_html
 from yuan_train.planner.report.roles_text import roles_table
-from yuan_train.planner.roles.memory import plan_memory
 from yuan_train.planner.roles.plan import make_rl_plan, placement_of
 from yuan_train.planner.roles.search import RolesSearch, search_roles
 

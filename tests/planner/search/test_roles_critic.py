@@ -13,12 +13,12 @@ from yuan_train.config.errors import NoPlanFits, PlanError
 from yuan_train.config.model import load_model
 from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.rl_plan import CriticPlan, load_rl_plan, save_rl_plan, validate_rl_plan
+from yuan_train.estimate.roles import plan_memory
 from yuan_train.planner.costs.plan_problem import critic_of, make_costs
 from yuan_train.planner.costs.unit_costs import value_model
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.roles_page import roles_html
 from yuan_train.planner.report.roles_text import roles_table
-from yuan_train.planner.roles.memory import plan_memory
 from yuan_train.planner.roles.placement import RolesProblem, policy_work
 from yuan_train.planner.roles.plan import make_rl_plan, placement_of
 from yuan_train.planner.roles.search import RolesResult, RolesSearch, search_roles

@@ -13,7 +13,6 @@ from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
 from yuan_train.planner.report.answer import estimated_words, rent_words
 from yuan_train.planner.roles.engines import EnginePlan
-from yuan_train.planner.roles.memory import StageBytes
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
 
@@ -230,42 +229,4 @@ def roles_json(result: RolesResult, plan: RlPlan, *, path: str | None) -> dict[s
             }
             for other in result.others
         ],
-    }
-
-
-def roles_memory_text(stages: Sequence[StageBytes]) -> str:
-    """The bytes of each stage of each role in a line, in GB of 1e9; equal ones together."""
-    lines: dict[str, int] = {}
-    for stage in stages:
-        verdict = "fits" if stage.fits else "does not fit"
-        line = (
-            f"{stage.role:<10} stage {stage.stage} on {stage.card}: {stage.peak / 1e9:.1f} of "
-            f"{stage.capacity / 1e9:.1f}, {verdict} ({_categories(stage)})"
-        )
-        lines[line] = lines.get(line, 0) + 1
-    return "\n".join(line + (f" x {count}" if count > 1 else "") for line, count in lines.items())
-
-
-def _categories(stage: StageBytes) -> str:
-    return " | ".join(
-        f"{name.replace('_', ' ')} {value / 1e9:.1f}" for name, value in stage.categories.items()
-    )
-
-
-def roles_memory_json(stages: Sequence[StageBytes]) -> dict[str, Any]:
-    """The same as plain values."""
-    return {
-        "roles": [
-            {
-                "role": stage.role,
-                "pipeline": stage.pipeline,
-                "stage": stage.stage,
-                "card": stage.card,
-                "bytes": stage.peak,
-                "capacity_bytes": stage.capacity,
-                "fits": stage.fits,
-                "categories": stage.categories,
-            }
-            for stage in stages
-        ]
     }

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from yuan_train.config.express import to_layout
+from yuan_train.config.express import to_blocks, to_layout
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import MemoryForecast, StagePlan, divides_experts
 from yuan_train.config.units import show_bytes, show_seconds
@@ -14,7 +14,6 @@ from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.report.answer import mfu_of
-from yuan_train.planner.report.notations import to_blocks
 from yuan_train.planner.report.reasons import bound_values, bound_words
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import LeftOut, SearchResult

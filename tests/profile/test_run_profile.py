@@ -16,8 +16,8 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.planner.costs.run_profile import profile_of_run
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.profile.of_run import profile_of_run
 
 CARDS = cluster(Fast=(2, card(speed=3.0)), Slow=(2, card(speed=1.0)))
 
