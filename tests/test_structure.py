@@ -77,7 +77,7 @@ ROOMS = {
     "objectives": (3, 306),
     "parallel": (27, 8210),  # with what moves a run in place
     "profile": (5, 1444),
-    "report": (11, 2154),  # cards with their state, plans over time, logs that grow
+    "report": (11, 2159),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7205),
     "schedule": (9, 2068),
     "serve": (6, 1794),

@@ -57,6 +57,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{heading}{"".join(row(cells, "td") for cells in rows)}</table></div>'
 
 
+def bullets(items: Iterable[str]) -> str:
+    """A list of texts."""
+    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
 def key(fill: str, name: str) -> str:
     """An entry of a legend: a patch of colour and its meaning."""
     return (

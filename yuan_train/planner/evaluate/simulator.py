@@ -21,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from yuan_train.config.cluster import Sends
@@ -29,6 +29,7 @@ from yuan_train.planner.evaluate.clocks import CopyClock, Groups, PageClock, Pag
 from yuan_train.planner.native.pipelines import (
     NativeRun,
     Operation,
+    RunSeconds,
     Sent,
     native_schedule,
     run_rounds,
@@ -103,19 +104,9 @@ class Played(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation:
+class Simulation(RunSeconds):
     """The forwards and backwards of one optimizer step, on one pipeline."""
 
-    step_seconds: float
-    """End of the last compute step."""
-    stage_end_seconds: tuple[float, ...]
-    """End of each stage's last compute step, over all its workers."""
-    busy_seconds: tuple[float, ...]
-    """Compute of each worker."""
-    worker_end_seconds: tuple[float, ...]
-    """End of each worker's last compute step."""
-    stage_start_seconds: tuple[float, ...]
-    """Start of each stage's first forward."""
     stall_seconds: tuple[float, ...]
     """Of each worker: how long it waits for copies of activations or pages, inside its compute steps."""
     play: Callable[[], Played]
@@ -202,20 +193,9 @@ def simulate_schedule(
     else:
         own = native_schedule(schedule, workers, num_micro_batches, in_flight)
         found = run_schedule(own, times.rows, blocking=sends != "overlapped")
-    return _simulation(found, times, lambda: run().played)
-
-
-def _simulation(found: NativeRun, times: StageTimes, play: Callable[[], Played]) -> Simulation:
-    return Simulation(
-        step_seconds=max(found.stage_end_seconds),
-        stage_end_seconds=found.stage_end_seconds,
-        busy_seconds=found.busy_seconds,
-        worker_end_seconds=found.worker_end_seconds,
-        stage_start_seconds=found.stage_start_seconds,
-        stall_seconds=(0.0,) * len(found.busy_seconds),
-        play=play,
-        native=found,
-    )
+    seconds = {one.name: getattr(found, one.name) for one in fields(RunSeconds)}
+    stalls = (0.0,) * len(found.busy_seconds)
+    return Simulation(**seconds, stall_seconds=stalls, play=lambda: run().played, native=found)
 
 
 @functools.lru_cache(maxsize=64)
@@ -325,7 +305,6 @@ def _run(
                 free[worker] = end
         spans.append((start, end))
     return Simulation(
-        step_seconds=max(ends, default=0.0),
         stage_end_seconds=tuple(ends),
         busy_seconds=tuple(busy),
         worker_end_seconds=tuple(last),

@@ -52,6 +52,12 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recompute, by their numbers in the core."""
 SENDS: tuple[Sends, ...] = ("overlapped", "blocking")
 """The same of `enum sends`."""
+SUMS = {
+    **{name: f"{name}_seconds" for name in ("forward", "backward", "weight")},
+    **{name: name for name in ("parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes")},
+    "activation_bytes": "activation_bytes",
+}
+"""Of a unit table, what are sums of which figures of the units before."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +164,8 @@ def _sums(values: Sequence[float]) -> ctypes.Array[c_double]:
 
 def _unit_table(costs: Costs, part: CardCosts) -> UnitTable:
     units, row = part.units, UnitTable()
-    row.forward = _sums([unit.forward_seconds for unit in units])
-    row.backward = _sums([unit.backward_seconds for unit in units])
-    row.weight = _sums([unit.weight_seconds for unit in units])
-    row.parameters = _sums([float(unit.parameters) for unit in units])
-    row.parameter_bytes = _sums([unit.parameter_bytes for unit in units])
-    row.gradient_bytes = _sums([unit.gradient_bytes for unit in units])
-    row.optimizer_bytes = _sums([unit.optimizer_bytes for unit in units])
-    row.activation_bytes = _sums([unit.activation_bytes for unit in units])
+    for field, name in SUMS.items():
+        setattr(row, field, _sums([float(getattr(unit, name)) for unit in units]))
     row.transient = (c_double * len(units))(*(unit.transient_bytes for unit in units))
     row.output = (c_double * len(units))(*(unit.output_bytes for unit in units))
     row.start_forward, row.start_backward = part.start.forward_seconds, part.start.backward_seconds

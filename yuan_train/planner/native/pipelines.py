@@ -129,13 +129,28 @@ def native_schedule(
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeRun:
-    """Seconds of one pipeline's step; as `evaluate.simulator.Simulation` has them."""
+class RunSeconds:
+    """Seconds of one pipeline's step."""
 
     stage_start_seconds: tuple[float, ...]
+    """Start of each stage's first forward."""
     stage_end_seconds: tuple[float, ...]
+    """End of each stage's last compute step, over all its workers."""
     busy_seconds: tuple[float, ...]
+    """Compute of each worker."""
     worker_end_seconds: tuple[float, ...]
+    """End of each worker's last compute step."""
+
+    @property
+    def step_seconds(self) -> float:
+        """End of the last compute step."""
+        return max(self.stage_end_seconds, default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeRun(RunSeconds):
+    """The same, and the last messages."""
+
     sent_from: float
     """`sent_after` knows the messages that arrive later than this."""
     messages: ctypes.Array[Any]

@@ -7,7 +7,7 @@ colours, and the plan's own text, so that plan.yaml can be recovered from the pa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from yuan_train.config.cluster import Sends
@@ -35,7 +35,7 @@ from yuan_train.planner.report.terminal import (
 )
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import SearchResult
-from yuan_train.report.html import key, svg, table, whole_page, whole_picture
+from yuan_train.report.html import bullets, key, svg, table, whole_page, whole_picture
 
 SENDS: dict[Sends, str] = {
     "overlapped": "sends overlap compute",
@@ -71,8 +71,8 @@ def plan_html(
         ("Stages", _stages_html(best)),
         ("Memory on each card", _keys(_MEMORY_KEYS) + svg(*_memory_drawing(best.cost))),
         ("Timeline of one step", _keys(_TIMELINE_KEYS) + svg(*_timeline_drawing(best.cost))),
-        *((name, _list_html(lines)) for name, lines in (reasons or {}).items()),
-        ("How good the plan is", _list_html([*best_reasons(result), cut_words(best)])),
+        *((name, bullets(lines)) for name, lines in (reasons or {}).items()),
+        ("How good the plan is", bullets([*best_reasons(result), cut_words(best)])),
         ("Runners-up and what was left out", _runners_up_html(result)),
         ("Assumptions", _assumptions_html(result, problem)),
         ("plan.yaml", f'<pre id="plan">{escape(dump(best.plan))}</pre>'),
@@ -278,16 +278,12 @@ def _runners_up_html(result: SearchResult) -> str:
             f"even split over the cluster's order, layers {layer_list(even)}: "
             f"{show_seconds(even.step_seconds)}" + ("" if even.cost.fits else ", does not fit the memory")
         )
-    return _list_html(items)
+    return bullets(items)
 
 
 def _keys(meanings: Mapping[str, str]) -> str:
     limit = "<span class=key>| limit</span>" if meanings is _MEMORY_KEYS else ""
     return f"<p>{''.join(key(fill, name) for fill, name in meanings.items())}{limit}</p>"
-
-
-def _list_html(items: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
@@ -299,4 +295,4 @@ def _assumptions_html(result: SearchResult, problem: PlanProblem) -> str:
         "messages: latency + bytes / bandwidth, first in first out on each link; equal pipelines share a "
         "node's NIC, and so do all rings of the gradient reductions that are under way at the same time",
     ]
-    return _list_html(items)
+    return bullets(items)

@@ -6,7 +6,6 @@ Like the page of a plan: one file without network access or scripts, and the pla
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from html import escape
 
 from yuan_train.config.load import dump
@@ -25,7 +24,7 @@ from yuan_train.planner.report.roles_text import (
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.play import Play
 from yuan_train.planner.roles.search import RolesResult
-from yuan_train.report.html import key, svg, table, whole_page
+from yuan_train.report.html import bullets, key, svg, table, whole_page
 
 FILLS = {"generate": "var(--c0)", "score": "var(--c4)", "train": "var(--c3)", "publish": "var(--c2)"}
 WORDS = {
@@ -50,15 +49,11 @@ def roles_html(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
         ("Idle shares", _idle_html(best)),
         ("Roles and engines", _engines_html(best, plan)),
         ("Memory of every role", _memory_html(plan)),
-        ("What else was tried", _list(other_lines(result))),
-        ("Assumptions", _list(_assumptions(problem, best))),
+        ("What else was tried", bullets(other_lines(result))),
+        ("Assumptions", bullets(_assumptions(problem, best))),
         ("plan.yaml", f'<pre id="plan">{escape(dump(plan))}</pre>'),
     ]
     return whole_page(title, sections)
-
-
-def _list(items: Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
 def _modes_html(result: RolesResult) -> str:
@@ -137,7 +132,7 @@ def _engines_html(placement: Placement, plan: RlPlan) -> str:
             zip(generation.engines, generation.samples_per_second, generation.shares, strict=True)
         )
     ]
-    return _list(role_lines(placement, plan)) + table(("engine", "cards", "samples/s", "prompts"), rows)
+    return bullets(role_lines(placement, plan)) + table(("engine", "cards", "samples/s", "prompts"), rows)
 
 
 def _memory_html(plan: RlPlan) -> str:

@@ -267,19 +267,16 @@ def _reward_on_policy(
 
 def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seconds: float) -> RlForecast:
     """The forecast of a placement."""
+    policy = placement.policy
+    same = ("step", "generation", "tail", "scoring", "sync", "sync_mode")
     return RlForecast(
-        step_seconds=placement.step_seconds,
-        generation_seconds=placement.generation_seconds,
-        tail_seconds=placement.tail_seconds,
-        scoring_seconds=placement.scoring_seconds,
-        training_seconds=placement.policy.training_seconds,
-        sync_seconds=placement.sync_seconds,
+        **{f"{name}_seconds": getattr(placement, f"{name}_seconds") for name in same},
+        training_seconds=policy.training_seconds,
+        critic_seconds=policy.critic_seconds,
         sync_bytes=placement.sync_bytes,
         idle=placement.idle,
-        sync_mode_seconds=placement.sync_mode_seconds,
         lower_bound_seconds=min(lower_bound_seconds, placement.step_seconds),
         source=placement.source,
-        critic_seconds=placement.policy.critic_seconds,
         roles=role_memory(placement),
     )
 
