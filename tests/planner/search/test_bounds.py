@@ -15,8 +15,8 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
+from yuan_train.planner.costs.unit_costs import UnitCost
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search import bounds
 from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.shapes import Shape, make_plan, read_options
 
@@ -181,7 +181,8 @@ def test_a_bound_of_slower_units_is_undercut(monkeypatch: pytest.MonkeyPatch):
     costs = make_costs(few_cards(4.0, 1e9))
     least = fastest(costs)["1f1b"]
     assert bound_of(costs, "1f1b") <= least
-    monkeypatch.setattr(bounds, "_seconds", lambda unit: 3 * (unit.forward_seconds + unit.backward_seconds))
+    seconds = UnitCost.seconds.fget
+    monkeypatch.setattr(UnitCost, "seconds", property(lambda unit: 3 * seconds(unit)))
     assert bound_of(costs, "1f1b") > least
 
 
