@@ -36,7 +36,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"))
 
 
-def links_of(lines: list[Any]) -> list[Any]:
+def links_of(lines: Sequence[Any]) -> list[Any]:
     return [line["link_seconds"] for line in lines if line.get("link_seconds")]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,7 +33,7 @@ def write_run(folder: Path) -> Path:
     run = run_config(make_project(folder), f"train.steps={2 * STEPS}")
     log = folder / "log"
     (log / "plans").mkdir(parents=True)
-    forecast = {"step_seconds": 0.5, "tokens_per_second": 125.0}
+    forecast: dict[str, Any] = {"step_seconds": 0.5, "tokens_per_second": 125.0}
     plan = with_forecast(make_plan(run, [[4, 2]]), seconds=[(0.01, 0.04), (0.01, 0.02)], **forecast)
     card = DeviceType(memory=8 * 2**30, fp32=1e12, memory_bandwidth=1e10)
     plan = replace(plan, device_types={"card": card})

@@ -261,7 +261,7 @@ def test_a_run_moves_from_plan_to_plan(run_file: Path, tmp_path: Path) -> None:
     assert links[3] == ["a - b - c"]
     assert all(len(line["stage_seconds"]) == 3 for line in lines)
     log = read_run(chain.folder)
-    assert log.plan == plans[-1] and [line["step"] for line in log.of_plan] == [11, 12]
+    assert log.plan == plans[-1] and [line["step"] for line in log.measured] == [11, 12]
     # As many plans as there are different ones, each from the step on with which it began.
     assert [path.name for path in plans_in(chain.folder)] == [
         "plan.yaml",

@@ -182,6 +182,7 @@ def test_a_bound_of_slower_units_is_undercut(monkeypatch: pytest.MonkeyPatch):
     least = fastest(costs)["1f1b"]
     assert bound_of(costs, "1f1b") <= least
     seconds = UnitCost.seconds.fget
+    assert seconds is not None
     monkeypatch.setattr(UnitCost, "seconds", property(lambda unit: 3 * seconds(unit)))
     assert bound_of(costs, "1f1b") > least
 
