@@ -746,13 +746,13 @@ def _rewards(run: RLConfig) -> Iterator[Violation]:
             ("reward", "functions", labels.index("environment")),
             "'environment' is the name of the environment's rewards; give the function another",
         )
-    if not labels and run.data.skip_solved:
+    if not labels and reward.reader is not None and run.data.skip_solved:
         yield Violation(
             ("data", "skip_solved"),
             f"{run.data.skip_solved}, but no reward function says what is solved; give one (weight: 0 leaves "
             "the reward as it is), or leave it out",
         )
-    if not labels and run.data.evaluation is not None:
+    if not labels and reward.reader is not None and run.data.evaluation is not None:
         yield Violation(
             ("data", "evaluation"),
             "pass@1 counts answers that the first reward function gives 1, and there is none; give one "
