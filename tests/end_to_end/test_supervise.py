@@ -114,7 +114,8 @@ def test_a_card_that_slows_is_planned_for(project: Path, tmp_path: Path) -> None
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=SECONDS) == 0
     lines = read_metrics(tmp_path / "log")
-    (line,) = (line for line in lines if "moved" in line)
+    # A shorter stage, of which the pauses are a larger part, may be found slower still.
+    line = next(line for line in lines if "moved" in line)
     assert (moved.live_seconds, moved.live_bytes) == (line["moved"]["seconds"], line["moved"]["bytes"])
     assert (tmp_path / "log" / f"plan.step-{line['step'] - 1}.yaml").exists()
     assert moved.reason.startswith("b/0 computes ") and "(1.0 was planned for): a step of" in moved.reason

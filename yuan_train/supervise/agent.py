@@ -223,7 +223,8 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
     `address` is that of the store. SIGTERM: the node's ranks save and end, and the others go on without it.
     Raises LostRank if the store is gone.
     """
-    token = uuid.uuid4().hex
+    # Torch orders participants by it: the cluster's first node that is here leads.
+    token = f"{job.nodes.index(node):06d} {uuid.uuid4().hex}"
     room = Room(address, token, nodes=len(job.nodes), grace=job.run.supervise.grace)
     with _hearing_signals() as signals:
         try:
@@ -289,6 +290,9 @@ def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signal
         if lead is not None:
             lead.judge()
         verdict = current.verdict()
+        if verdict is None and done.fault:
+            # The lead is gone, who would have kept it.
+            room.remember("why", done.fault)
         room.forget(current.lost())
         return None if verdict is None or verdict["again"] else room.ended()
     finally:
