@@ -295,6 +295,10 @@ def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
     lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
     lead.judge()
     assert room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "{'again': True}"
+    # A rank that is lost while the others save is told too.
+    round_of(lead).done = {0: Done(1, "rank 0: is gone"), 1: Done(0, leaves=True)}
+    lead.judge()
+    assert room.recall("why") == "other had to go (SIGTERM); rank 0: is gone"
 
 
 def test_a_damaged_log_stops_no_lead(

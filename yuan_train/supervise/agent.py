@@ -312,7 +312,9 @@ def _run_ranks(
     ranks, number = _start(job, agent, order), order.number
     try:
         while ranks is None or ranks.poll() is None:
-            signals.leaves = signals.leaves or room.is_halted()
+            if room.is_halted():
+                # Only ever set: a signal may come while the store is asked.
+                signals.leaves = True
             if signals.leaves or current.stop_reason() is not None:
                 if ranks is None:
                     return Done(0, leaves=signals.leaves)
@@ -564,16 +566,19 @@ class Lead:
         all_leave = is_whole and not faults and all(entry.leaves for entry in done.values())
         if all_leave or self._room.is_halted():
             return Ended(0, f"stopped after step {step}")
+        worst = min(faults, key=lambda entry: entry.code not in SPOILT) if faults else None
         leaving = [node for rank, node in enumerate(self._members) if rank in done and done[rank].leaves]
         if leaving:
             self._room.remember("why", f"{_listed(leaving)} had to go (SIGTERM)")
         if leaving or self._round.stop_reason() is not None:
+            if worst is not None:
+                # Something failed while they saved.
+                self._room.remember("why", f"{self._room.recall('why')}; {worst.fault}")
             return None
         if self._asked is not None and is_whole and not faults:
             told = next(filter(None, (entry.obstacle for entry in done.values())), "the ranks were ended")
             self._room.remember("why", f"{self._asked.reason}; by a restart, for {told}")
             return None
-        worst = min(faults, key=lambda entry: entry.code not in SPOILT) if faults else None
         if worst is not None and worst.code in SPOILT:
             return Ended(worst.code, worst.fault)
         if not is_whole:
