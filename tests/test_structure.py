@@ -78,7 +78,7 @@ ROOMS = {
     "parallel": (27, 8210),  # with what moves a run in place
     "profile": (5, 1444),
     "report": (11, 2159),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7205),
+    "rl": (21, 7207),
     "schedule": (9, 2068),
     "serve": (6, 1794),
     "supervise": (6, 1559),

@@ -147,7 +147,9 @@ def import_file(file: str) -> ModuleType:
     """The module of a Python file, which may import its neighbours. Raises Unusable."""
     spec = importlib.util.spec_from_file_location("given_by_user", file)
     if spec is None or spec.loader is None or not os.path.isfile(file):
-        raise Unusable(f"{file}: no such file")
+        raise Unusable(
+            f"{file}: no such file, seen from {os.getcwd()}; wanted a Python file, by its path from there"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
     try:
