@@ -122,24 +122,28 @@ def build_models(output: str) -> tuple[Transformer, Any]:
     )
     ours = Transformer(config, dtype=torch.float64)
     init_weights(ours, seed=3)
-    theirs_config = LlamaConfig(
+    theirs_config = published_config(config, pad_token_id=0, num_labels=1)
+    kind: Any = LlamaForCausalLM if output == "vocabulary" else LlamaForSequenceClassification
+    theirs = kind(theirs_config).to(torch.float64)
+    theirs.load_state_dict(published({k: v.detach().clone() for k, v in ours.named_parameters()}))
+    return ours, theirs.train()
+
+
+def published_config(config: ModelConfig, **more: Any) -> LlamaConfig:
+    """Hugging Face's configuration of a Llama of ours."""
+    return LlamaConfig(
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_attention_heads,
         num_key_value_heads=config.key_value_heads,
         intermediate_size=config.ffn_hidden_size,
-        vocab_size=VOCABULARY,
+        vocab_size=config.vocab_size,
         rms_norm_eps=config.norm_epsilon,
         rope_theta=config.rope_base,
         tie_word_embeddings=False,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        num_labels=1,
+        max_position_embeddings=config.max_sequence_length,
+        **more,
     )
-    kind: Any = LlamaForCausalLM if output == "vocabulary" else LlamaForSequenceClassification
-    theirs = kind(theirs_config).to(torch.float64)
-    theirs.load_state_dict(published({k: v.detach().clone() for k, v in ours.named_parameters()}))
-    return ours, theirs.train()
 
 
 def published(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

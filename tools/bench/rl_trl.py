@@ -129,29 +129,15 @@ def theirs(folder: Path, seed: int, steps: int) -> tuple[float, float]:
 
 def _their_model(seed: int) -> Any:
     """Hugging Face's Llama with the weights that ours begins with."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    from tools.check_trl import published
+    from tools.check_trl import published, published_config
 
     config = load_rl(rl_tasks.CONFIG, CHANGES).model
     model = Transformer(config, dtype=torch.float32)
     init_weights(model, seed=seed)
-    found = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.key_value_heads,
-            intermediate_size=config.ffn_hidden_size,
-            vocab_size=config.vocab_size,
-            rms_norm_eps=config.norm_epsilon,
-            rope_theta=config.rope_base,
-            tie_word_embeddings=False,
-            max_position_embeddings=config.max_sequence_length,
-            eos_token_id=rl_tasks.END,
-            pad_token_id=rl_tasks.END,
-        )
-    )
+    ends = {"eos_token_id": rl_tasks.END, "pad_token_id": rl_tasks.END}
+    found = LlamaForCausalLM(published_config(config, **ends))
     found.load_state_dict(published({name: p.detach().clone() for name, p in model.named_parameters()}))
     return found
 
