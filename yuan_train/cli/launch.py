@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
+import importlib
 import logging
 import math
 import os
@@ -161,10 +162,16 @@ def start_or_print(
         command,
         world_size=size,
         address=(host, port),
+        modules=modules_of(command[0]),
         speaker=speaker,
         spare=spare,
         timeout_seconds=timeout_seconds,
     )
+
+
+def modules_of(command: str) -> tuple[str, ...]:
+    """What the ranks of a command import, which takes seconds; its module says."""
+    return importlib.import_module(f"yuan_train.cli.{command}").RANK_MODULES
 
 
 def _nodes_for(plan: Plan | RlPlan, arguments: argparse.Namespace) -> list[Node]:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from yuan_train.config.cluster import Cluster, load_cluster
@@ -21,8 +21,11 @@ from yuan_train.machine.hosts import ssh_words
 
 if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
+    from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
     from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.supervise.agent import Supervised
+    from yuan_train.supervise.forks import Nursery
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +103,28 @@ def _be_agent(
         raise ConfigError("--this-node: give --meet HOST:PORT too, the same on all nodes")
     address = _address(arguments.meet)
     profile = read_profiles(arguments.profile, cluster)
+    from yuan_train.cli.launch import modules_of
+    from yuan_train.supervise.forks import Nursery
+
+    # It imports what ranks need while this process imports the planner.
+    with closing(Nursery((*modules_of("train"), "yuan_train.cli.launch"))) as nursery:
+        job = _job(arguments, run_config, cluster, nodes, profile, nursery)
+        return _supervise(job, arguments.this_node, cluster, address)
+
+
+def _job(
+    arguments: argparse.Namespace,
+    run_config: RunConfig,
+    cluster: Cluster,
+    nodes: Sequence[str],
+    profile: Profile | None,
+    nursery: Nursery,
+) -> Supervised:
+    """The run as an agent knows it: how it is planned, priced and started."""
     from yuan_train.cli.plan import problem_of
     from yuan_train.planner.search.pace import Pace, plan_at_pace, step_at_pace
     from yuan_train.planner.search.what_if import with_nodes
-    from yuan_train.report.run_log import CLUSTER
-    from yuan_train.supervise.agent import Supervised, run_agent
-    from yuan_train.supervise.room import open_store_if_here
+    from yuan_train.supervise.agent import Supervised
 
     def problem_here(here: Sequence[str]) -> PlanProblem:
         gone = {name: None for name in cluster.groups if name not in here}
@@ -119,19 +138,28 @@ def _be_agent(
     def price_plan(plan: Plan, here: Sequence[str], pace: Pace) -> float:
         return step_at_pace(problem_here(here), pace, plan)
 
-    job = Supervised(
+    return Supervised(
         run=run_config,
         words=("--config", arguments.config, *arguments.overrides),
         nodes=nodes,
         find_plan=find_plan,
         price_plan=price_plan,
+        nursery=nursery,
     )
+
+
+def _supervise(job: Supervised, node: str, cluster: Cluster, address: tuple[str, int]) -> int:
+    """Take part, and hold the store if it is to be here."""
+    from yuan_train.report.run_log import CLUSTER
+    from yuan_train.supervise.agent import run_agent
+    from yuan_train.supervise.room import open_store_if_here
+
     with suppress(ConfigError):
         # For `show` and `watch`, without which the run goes on.
         write_text(job.folder / CLUSTER, dump(cluster))
     held = open_store_if_here(*address)
     try:
-        return run_agent(job, arguments.this_node, address)
+        return run_agent(job, node, address)
     finally:
         if held is not None:
             time.sleep(LEAVE_SECONDS)

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -31,10 +30,11 @@ from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import load_plan, plan_digest, restart_reason
 from yuan_train.config.run import RunConfig, SuperviseConfig
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.parallel.environment import NEXT_PLAN, end_with_parent, free_port
+from yuan_train.parallel.environment import NEXT_PLAN, free_port
 from yuan_train.report.journal import Event, Journal
 from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
 from yuan_train.report.steps import Line, checked, is_timed, parse_line
+from yuan_train.supervise.forks import Nursery
 from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
 
 
@@ -101,21 +101,17 @@ _BY_OTHERS = re.compile(r" \(rank \d+ \(.*$")
 class Ranks:
     """The process that runs a node's ranks; what they print goes through, and its end is kept."""
 
-    def __init__(self, words: Sequence[str], next_plan: Path) -> None:
+    def __init__(self, nursery: Nursery, words: Sequence[str], next_plan: Path) -> None:
         """`words` are what follows `yuan-train`; `next_plan` is the file that `go_on_with` has them read."""
         self._next_plan = next_plan
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "yuan_train", *words],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            preexec_fn=end_with_parent,
-            env={**os.environ, NEXT_PLAN: str(next_plan)},
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        read_end, write_end = os.pipe()
+        self._reader = threading.Thread(target=self._read, args=(read_end,), daemon=True)
         self._reader.start()
+        try:
+            self._process = nursery.fork(words, {**os.environ, NEXT_PLAN: str(next_plan)}, write_end)
+        finally:
+            os.close(write_end)
         self._asked = False
 
     def poll(self) -> int | None:
@@ -126,7 +122,7 @@ class Ranks:
         """Have them save and end; once."""
         if not self._asked and self.poll() is None:
             self._asked = True
-            self._process.terminate()
+            self._process.send_signal(signal.SIGTERM)
 
     def go_on_with(self, plan: str) -> None:
         """Have them move to another plan, as the processes that they are."""
@@ -141,8 +137,7 @@ class Ranks:
 
     def kill(self) -> None:
         """End them as they are; `launch` takes its ranks with it."""
-        if self.poll() is None:
-            self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def fault(self, node: str) -> str:
@@ -154,12 +149,12 @@ class Ranks:
         first = _BY_OTHERS.sub("", (causes or said or [f"exit code {self.poll()}"])[0])
         return first if causes else f"{first} (on {node})"
 
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._lines.append(line.rstrip("\n"))
-            sys.stderr.write(line)
-            sys.stderr.flush()
+    def _read(self, stderr: int) -> None:
+        with os.fdopen(stderr, errors="replace") as lines:
+            for line in lines:
+                self._lines.append(line.rstrip("\n"))
+                sys.stderr.write(line)
+                sys.stderr.flush()
 
 
 logger = logging.getLogger(__name__)
@@ -198,6 +193,8 @@ class Supervised:
     """All that the cluster file has."""
     find_plan: FindPlan
     price_plan: PricePlan
+    nursery: Nursery
+    """Where this node's launchers are forked."""
 
     @property
     def folder(self) -> Path:
@@ -352,7 +349,7 @@ def _start(job: Supervised, agent: Agent, order: Directive) -> Ranks | None:
     write_text(path, order.plan)
     meeting = ("--this-node", agent.node, "--rendezvous", order.meeting)
     next_plan = path.with_name("next.yaml")
-    return Ranks(["launch", "--plan", str(path), *meeting, *job.words], next_plan)
+    return Ranks(job.nursery, ["launch", "--plan", str(path), *meeting, *job.words], next_plan)
 
 
 def plan_path(job: Supervised, number: int) -> Path:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import IO
 
 from yuan_train.config.errors import CAUSE, INTERRUPTED
@@ -18,11 +18,11 @@ from yuan_train.config.plan import Node
 from yuan_train.parallel.environment import (
     TOLD,
     count_cores,
-    end_with_parent,
     has_told,
     network_defaults,
     rank_defaults,
 )
+from yuan_train.supervise.forks import Output, fork, import_modules
 from yuan_train.supervise.node_faults import NodeFaults
 
 GRACE_SECONDS = 8.0
@@ -45,11 +45,16 @@ class _Child:
     """The process of a rank."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     output: IO[bytes] | None
     """Its captured output; None if it writes to this process's streams."""
     stopped_at: float | None = None
     """Since when it is seen stopped by a signal; None: it runs."""
+
+    @property
+    def code(self) -> int:
+        """With which it has ended; negative: the signal that has ended it."""
+        return self.process.exitcode or 0
 
 
 def start_ranks(
@@ -58,26 +63,27 @@ def start_ranks(
     *,
     world_size: int,
     address: tuple[str, int],
+    modules: Sequence[str] = ("torch",),
     speaker: int = 0,
     spare: Sequence[int] = (),
     timeout_seconds: float = math.inf,
 ) -> int:
     """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
 
-    The rank `speaker`, or on another node the first, writes to this process's streams. Each rank runs
-    `yuan-train COMMAND`; `address` is the rendezvous, host and port. The ranks get SIGTERM and SIGUSR1 that
-    this process gets. A rank of `spare` that fails once its links stand leaves the others as they are. A rank
-    that is stopped for longer than `timeout_seconds`, in which the others give it up, is killed: it would
-    never hear of the end.
+    Each rank runs `yuan-train COMMAND`, forked from this process, which imports `modules` for all of them.
+    The rank `speaker`, or on another node the first, writes to this process's streams. `address` is the
+    rendezvous, host and port. The ranks get SIGTERM and SIGUSR1 that this process gets. A rank of `spare`
+    that fails once its links stand leaves the others as they are. A rank that is stopped for longer than
+    `timeout_seconds`, in which the others give it up, is killed: it would never hear of the end.
     """
     children: list[_Child] = []
     faults = NodeFaults(node.name, node.ranks, world_size, address)
 
     def forward_signal(signum: int, frame: object) -> None:
         for child in children:
-            if child.process.poll() is None:
-                child.process.send_signal(signum)
+            _send_signal(child, signum)
 
+    import_modules(modules, _own_defaults(node))
     told = tempfile.TemporaryDirectory(prefix="yuan-train-")
     previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward_signal)}
     try:
@@ -116,7 +122,7 @@ def _environment(
     """The environment of a rank, with the variables that torchrun sets."""
     return {
         **os.environ,
-        **rank_defaults(os.environ, local_ranks=len(node.ranks), num_cores=count_cores()),
+        **_own_defaults(node),
         **(network_defaults(os.environ, host) if len(node.ranks) < world_size else {}),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -127,19 +133,17 @@ def _environment(
     }
 
 
+def _own_defaults(node: Node) -> dict[str, str]:
+    return rank_defaults(os.environ, local_ranks=len(node.ranks), num_cores=count_cores())
+
+
 def _start_rank(
     command: Sequence[str], rank: int, environment: dict[str, str], *, inherits_output: bool
 ) -> _Child:
     """Start the process of a rank; unless it inherits our streams, its output goes to a temporary file."""
     output = None if inherits_output else tempfile.TemporaryFile()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "yuan_train", *command],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=None if inherits_output else output,
-        stderr=None if inherits_output else output,
-        preexec_fn=end_with_parent,
-    )
+    file = None if output is None else output.fileno()
+    process = fork(command, environment, Output(stdout=file, stderr=file))
     return _Child(rank, process, output)
 
 
@@ -159,27 +163,27 @@ def _wait(
     runs = True
     while runs:
         # Once more when the last one has ended, which may be the first that fails.
-        runs = any(child.process.poll() is None for child in children)
+        runs = any(child.process.exitcode is None for child in children)
         for child in children:
             _end_if_stopped(child, patience)
-            if child not in spared and child.process.poll() in (1, *_SIGNALS) and is_spared(child):
+            if child not in spared and child.process.exitcode in (1, *_SIGNALS) and is_spared(child):
                 spared.append(child)
                 _report(child)
-        ended = [child for child in children if child not in spared and child.process.poll()]
+        ended = [child for child in children if child not in spared and child.process.exitcode]
         if deadline is None and ended:
             tell(ended[0])
             deadline = time.monotonic() + GRACE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(0.05 if runs else 0.0)
-    failed = [child for child in children if child.process.poll() not in (None, 0)]
+    failed = [child for child in children if child.process.exitcode not in (None, 0)]
     others = [child for child in children if child not in spared]
     _kill(children)
     if not failed or (others and not any(child in failed for child in others)):
         return 0
     culprit = min(failed, key=_blame_order)
     _report(culprit)
-    return culprit.process.returncode if culprit.process.returncode > 0 else 1
+    return max(culprit.code, 1)
 
 
 def _end_if_stopped(child: _Child, patience: float) -> None:
@@ -195,11 +199,11 @@ def _end_if_stopped(child: _Child, patience: float) -> None:
             file=sys.stderr,
         )
         child.process.kill()
-        child.process.wait()
+        child.process.join()
 
 
 def _is_stopped(child: _Child) -> bool:
-    if child.process.poll() is not None:
+    if child.process.exitcode is not None:
         return False
     try:
         return os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
@@ -211,14 +215,14 @@ def _is_stopped(child: _Child) -> bool:
 def _blame_order(child: _Child) -> tuple[int, bool, int]:
     """Sort key: ranks with bad input first, then ranks that were killed; the others fail because of these,
     those last that say so."""
-    code = child.process.returncode
+    code = child.code
     follows = any(line.startswith(f"error: {CAUSE}") for line in _captured(child))
     return (0 if code in (2, 3) else 1 if code < 0 else 2), follows, child.rank
 
 
 def _tell_end(child: _Child, faults: NodeFaults) -> None:
     """Tell the other nodes the end of a rank that has not come to tell it by itself."""
-    code, said = child.process.returncode, _captured(child)
+    code, said = child.code, _captured(child)
     why = _why_ended(code) or (said[-1].removeprefix("error: ") if said else f"ended with exit code {code}")
     faults.tell("interrupted (Ctrl-C)" if code == INTERRUPTED else why, max(code, 1), rank=child.rank)
 
@@ -234,7 +238,7 @@ def _why_ended(code: int) -> str | None:
 
 def _report(child: _Child) -> None:
     """Print why a rank failed: the signal, and the end of its captured output."""
-    why = _why_ended(child.process.returncode)
+    why = _why_ended(child.code)
     if why is not None:
         print(f"error: rank {child.rank} {why}", file=sys.stderr)
     for line in _captured(child)[-30:]:
@@ -248,11 +252,17 @@ def _interrupt(children: list[_Child]) -> None:
     """
     for seconds in (TERMINAL_SECONDS, GRACE_SECONDS):
         deadline = time.monotonic() + seconds
-        while any(child.process.poll() is None for child in children) and time.monotonic() < deadline:
+        while any(child.process.exitcode is None for child in children) and time.monotonic() < deadline:
             time.sleep(0.05)
         for child in children:
-            if child.process.poll() is None and seconds == TERMINAL_SECONDS:
-                child.process.send_signal(signal.SIGINT)
+            if seconds == TERMINAL_SECONDS:
+                _send_signal(child, signal.SIGINT)
+
+
+def _send_signal(child: _Child, number: int) -> None:
+    """Send a signal to a rank that still runs."""
+    if child.process.exitcode is None and child.process.pid is not None:
+        os.kill(child.process.pid, number)
 
 
 def _captured(child: _Child) -> list[str]:
@@ -266,6 +276,6 @@ def _captured(child: _Child) -> list[str]:
 def _kill(children: list[_Child]) -> None:
     """Kill the ranks that still run, and wait for all."""
     for child in children:
-        if child.process.poll() is None:
+        if child.process.exitcode is None:
             child.process.kill()
-        child.process.wait()
+        child.process.join()

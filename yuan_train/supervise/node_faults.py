@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from yuan_train.config.errors import YuanError, say
-from yuan_train.parallel.environment import is_host_name, is_this_machine, set_rank_defaults
+from yuan_train.parallel.environment import is_host_name, is_this_machine, running_seconds, set_rank_defaults
 
 FIND_SECONDS = 5.0
 """In which one who does not know whether it is the first node finds the store of another."""
 TELL_SECONDS = 4.0
 """For which it waits for the others, who were started with it, and have as much to import."""
 IMPORTS, MOST_SECONDS = 3.0, 30.0
-"""And as often as this the time that torch's import takes here, at most so long: as slow may it be there."""
+"""And as often as this the time since this process has started, at most so long: most of it goes into the
+import of torch, and as slow may that be there."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,11 @@ class NodeFaults:
             return
         # Torch holds the store, and speaks its language; where it cannot be imported, nobody can be told.
         set_rank_defaults()
-        began = time.monotonic()
         with suppress(ImportError, OSError):
             from yuan_train.parallel.board import Fault, Meeting
             from yuan_train.train.ending import tell_for_node
 
-            slow = min(IMPORTS * (time.monotonic() - began), MOST_SECONDS)
+            slow = min(IMPORTS * running_seconds(), MOST_SECONDS)
             node = f"{self.name} on {socket.gethostname()}" if self.name else socket.gethostname()
             where = f"launch of {node}" if rank is None else f"rank {rank} ({node})"
             # Its ranks hear of nothing: they are not started, or are ended with it. This process does.
