@@ -115,6 +115,9 @@ class FakeRoom:
     def is_halted(self) -> bool:
         return False
 
+    def expect(self, tokens: Sequence[str]) -> None:
+        pass
+
 
 class FakeRound:
     def __init__(self) -> None:
@@ -128,6 +131,9 @@ class FakeRound:
 
     def stop_reason(self) -> None:
         return None
+
+    def remaining(self, done: Any) -> tuple[str, ...]:
+        return ()
 
     def judge(self, verdict: Any) -> None:
         self.stopped = f"{verdict}"
@@ -168,7 +174,9 @@ def lead_of(folder: Path, planner: FakePlanner, room: FakeRoom, monkeypatch: pyt
         f"checkpoint.directory={folder / 'checkpoints'}",
     )
     nodes = ("card",)
-    job = Supervised(run=run, words=(), nodes=nodes, find_plan=planner.find, price_plan=planner.price)
+    no_ranks: Any = None
+    plans = {"find_plan": planner.find, "price_plan": planner.price}
+    job = Supervised(run=run, words=(), nodes=nodes, **plans, nursery=no_ranks)
     members = {name: Agent(name, "token", "127.0.0.1", 1) for name in ("card", "other")}
     lead = Lead(job, room, FakeRound(), members)  # pyright: ignore[reportArgumentType]
     lead.give_order()

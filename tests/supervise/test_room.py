@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch.distributed import TCPStore
 
 from yuan_train.parallel.environment import free_port
 from yuan_train.supervise import room as rooms
-from yuan_train.supervise.room import Agent, Room, Round, note_end, open_store
+from yuan_train.supervise.room import Agent, Done, Room, Round, note_end, open_store
 
 HOST = "127.0.0.1"
 
@@ -59,3 +60,26 @@ def test_an_agent_whose_end_was_seen_needs_no_long_silence(met: Met, monkeypatch
     assert met.round.lost() == (met.other,)
     note_end(met.store, met.other, is_gone=False)
     assert met.round.lost() == ()
+
+
+def test_who_is_expected_is_waited_for_and_nobody_else() -> None:
+    """Three of four meet long before their grace is over: it is known that the fourth does not come."""
+    port = free_port(HOST)
+    store = open_store(HOST, port)
+    found = {name: Room((HOST, port), name, nodes=4, grace=100_000.0) for name in "abc"}
+    found["a"].expect(["a", "b"])
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(_enter, found["a"], "a")
+        # One that nobody expects, and that asks to be let in, is let in.
+        also = threads.submit(_enter, found["c"], "c")
+        time.sleep(1.0)
+        assert not waits.done() and not also.done()
+        last = threads.submit(_enter, found["b"], "b")
+        members = list(threads.map(lambda entered: entered.result().members(), (waits, also, last)))
+    assert [set(names or ()) for names in members] == [{"a", "b", "c"}] * 3
+    del store
+
+
+def test_who_remains_is_expected(met: Met) -> None:
+    assert met.round.remaining({0: Done(0), 1: Done(0)}) == (met.lead, met.other)
+    assert met.round.remaining({0: Done(0), 1: Done(0, leaves=True)}) == (met.lead,)

@@ -229,8 +229,7 @@ def make_fault(folder: Path, chance: random.Random, kinds: Mapping[str, MakeFaul
         kind,
         node,
         seconds=time.monotonic() - began if goes_on else float("inf"),
-        # Without a line of its own, a start is from the first step.
-        lost=max(step - next(iter(_starts(folder)[starts:]), 0), 0) if told else 0,
+        lost=_made_again(folder, starts) if told else 0,
         # A node that was stopped for a moment has kept nobody.
         is_named=not told or any(word in entry.reason for entry in told for word in _names_of(node)),
         said=told[0].reason if told else "",
@@ -243,11 +242,18 @@ def _names_of(node: str) -> tuple[str, ...]:
     return (f"{node} went", f"{node} had to go", f"({node}/", f"(on {node})", *first)
 
 
-def _starts(folder: Path) -> list[int]:
-    """The steps from which the run has gone on, in turn."""
-    return [
-        int(step) for step in re.findall(r"^resumed from \S+ after step (\d+)", _said(folder), re.MULTILINE)
-    ]
+def _starts(folder: Path) -> list[re.Match[str]]:
+    """Where the run says from which steps it has gone on."""
+    return list(re.finditer(r"^resumed from \S+ after step (\d+)", _said(folder), re.MULTILINE))
+
+
+def _made_again(folder: Path, starts: int) -> int:
+    """The steps that were made before the start of that number, and again after it."""
+    text, found = _said(folder), _starts(folder)
+    # Without a line of its own, a start is from the first step.
+    end, step = (found[starts].start(), int(found[starts][1])) if len(found) > starts else (len(text), 0)
+    made = re.findall(r"^step +(\d+)/", text[:end], re.MULTILINE)
+    return max(int(made[-1]) - step, 0) if made else 0
 
 
 def _said(folder: Path) -> str:

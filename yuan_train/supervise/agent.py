@@ -287,9 +287,11 @@ def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signal
         if lead is not None:
             lead.judge()
         verdict = current.verdict()
-        if verdict is None and done.fault:
-            # The lead is gone, who would have kept it.
-            room.remember("why", done.fault)
+        if verdict is None:
+            # The lead is gone, who would have kept both.
+            room.expect(current.remaining({}))
+            if done.fault:
+                room.remember("why", done.fault)
         room.forget(current.lost())
         return None if verdict is None or verdict["again"] else room.ended()
     finally:
@@ -453,7 +455,9 @@ class Lead:
 
     def judge(self) -> None:
         """When this agent's ranks have ended: say what comes next."""
-        ended = self._outcome(self._round.all_done())
+        done = self._round.all_done()
+        ended = self._outcome(done)
+        self._room.expect(self._round.remaining(done))
         if ended is not None:
             event = "gave_up" if ended.code else "finished" if ended.reason.startswith("all") else "stopped"
             self._note(event, ended.reason, None, None, None)

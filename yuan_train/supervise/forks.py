@@ -172,6 +172,11 @@ class Nursery:
         self._modules = tuple(modules)
         self._process, self._connection = self._start()
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     def fork(self, words: Sequence[str], environment: Mapping[str, str], stderr: int) -> Forked:
         """Start `yuan-train WORDS` with these variables; it writes its errors to an open file of this
         process."""

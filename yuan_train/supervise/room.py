@@ -21,7 +21,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -40,9 +40,11 @@ from yuan_train.config.errors import LostRank
 POLL_SECONDS = 0.2
 """Between two looks at what others write."""
 BEAT_SECONDS = 2
+PULSE_SECONDS = 0.25
+"""Between two that an agent writes: whoever has its end seen waits for a few."""
 BEATS_MISSED = 4
 """Heartbeats after which an agent is taken to be gone; clocks of nodes may differ by less than these."""
-GONE_SECONDS = 2.5
+GONE_SECONDS = 1.0
 """Without a heartbeat, in which an agent whose end was seen is taken to be gone: an ssh connection may break
 while what it has started lives."""
 FORGET_TRIES = 20
@@ -134,13 +136,35 @@ class Room:
     def enter(self, agent: Agent) -> Round | None:
         """Ask to take part, and wait for the next round; None: the run has ended meanwhile."""
         self._store.set(f"waits/{agent.node}", agent.token)
+        expected, met = self.recall("expected") or [""], threading.Event()
+        if expected[0] == agent.token:
+            threading.Thread(target=self._begin_early, args=(set(expected), met), daemon=True).start()
         try:
             info = self._handler.next_rendezvous()
         except RendezvousClosedError:
             return None
         except RuntimeError as error:
             raise lost_store(error) from error
+        finally:
+            met.set()
         return Round(self._store, dist.PrefixStore("round", info.store), info.rank, info.world_size, agent)
+
+    def expect(self, tokens: Sequence[str]) -> None:
+        """Have the next round begin as soon as these agents are there, and whoever waits beside them."""
+        self.remember("expected", tokens)
+
+    def _begin_early(self, expected: set[str], met: threading.Event) -> None:
+        """Once all are there who are expected, have torch wait for no others; until they have met."""
+
+        def end_wait(state: Any) -> bool:
+            here = {entry.addr for entry in state.participants}
+            is_over = state.complete or state.deadline is None or state.wait_list or not expected <= here
+            state.deadline = state.deadline if is_over else datetime.now(UTC)
+            return not is_over
+
+        with suppress(RendezvousConnectionError):
+            while not met.wait(POLL_SECONDS) and not self._change_state(end_wait):
+                pass
 
     def address(self) -> str:
         """This machine's, on the network of the store."""
@@ -164,17 +188,26 @@ class Room:
     def forget(self, tokens: Sequence[str]) -> None:
         """Take agents that are gone out of the rendezvous, which else begins no other round while it waits
         for heartbeats of theirs. Torch takes out whose last one is long ago."""
+
+        def end_beats(state: Any) -> bool:
+            gone = [entry for entry in state.last_heartbeats if entry.addr in tokens]
+            state.last_heartbeats.update(dict.fromkeys(gone, datetime.min.replace(tzinfo=UTC)))
+            return bool(gone)
+
         with suppress(RendezvousConnectionError):
             for _ in range(FORGET_TRIES if tokens else 0):
-                found = self._backend.get_state()
-                if found is None:
+                if self._change_state(end_beats) is not False:
                     return
-                state = pickle.loads(found[0])
-                gone = [entry for entry in state.last_heartbeats if entry.addr in tokens]
-                state.last_heartbeats.update(dict.fromkeys(gone, datetime.min.replace(tzinfo=UTC)))
-                changed = self._backend.set_state(pickle.dumps(state), found[1]) if gone else None
-                if changed is None or changed[2]:
-                    return
+
+    def _change_state(self, change: Callable[[Any], bool]) -> bool | None:
+        """Change torch's state of the rendezvous as `change` does in place, which says if it has; whether
+        that holds: others change it too. None: nothing was to be changed."""
+        found = self._backend.get_state()
+        state = None if found is None else pickle.loads(found[0])
+        if found is None or not change(state):
+            return None
+        changed = self._backend.set_state(pickle.dumps(state), found[1])
+        return changed is None or changed[2]
 
     def remember(self, key: str, value: Any) -> None:
         """Keep a value for later rounds, whoever leads them."""
@@ -250,7 +283,7 @@ class Round:
         stop = threading.Event()
 
         def beat() -> None:
-            while not stop.wait(BEAT_SECONDS / 2):
+            while not stop.wait(PULSE_SECONDS):
                 try:
                     self._store.add(f"beat/{self._rank}", 1)
                 except RuntimeError:
@@ -274,6 +307,13 @@ class Round:
         """The tokens of agents that this one has found gone: as the lead of all, else of the lead."""
         ranks = range(self._size) if self.leads else range(1)
         return tuple(self._agents[rank].token for rank in ranks if self._agents and not self._lives(rank))
+
+    def remaining(self, done: Mapping[int, Done]) -> tuple[str, ...]:
+        """The tokens of agents that come to another round, as far as this one knows; `done` as of
+        `all_done`."""
+        lost = self.lost()
+        left = [agent for rank, agent in enumerate(self._agents) if rank not in done or not done[rank].leaves]
+        return tuple(agent.token for agent in left if agent.token not in lost)
 
     def stop(self, reason: str) -> None:
         """Have all ranks save and end."""

@@ -1,0 +1,152 @@
+"""Processes that are forked: as a new interpreter's, but for what they have in memory."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.support.spawn import patience
+from yuan_train.cli.launch import modules_of
+from yuan_train.supervise.forks import Forked, Nursery
+
+LOOK = """
+import json, os, runpy, signal, sys
+from pathlib import Path
+
+import torch
+
+from yuan_train.supervise import forks
+
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+def ask(*_):
+    raise AssertionError("asked for a card before the fork")
+
+def look(*_, **__):
+    import torch
+    proc = Path("/proc/self")
+    words, variables = ((proc / name).read_text().split(chr(0)) for name in ("cmdline", "environ"))
+    print(json.dumps({
+        "words": words, "argv": sys.argv, "shown": variables, "has": sorted(os.environ),
+        "files": sorted(os.listdir(proc / "fd")), "threads": torch.get_num_threads(),
+        "signals": [str(signal.getsignal(number)) for number in SIGNALS],
+        "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }), flush=True)
+    sys.exit(7)
+
+before = dict(os.environ)
+torch.cuda.is_available = torch.cuda.device_count = ask
+forks.import_modules(MODULES, {"OMP_NUM_THREADS": "1"})
+assert dict(os.environ) == before
+assert len(os.listdir("/proc/self/task")) == 1, "a thread was started before the fork"
+runpy.run_module = look
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+held = open(os.devnull)
+environment = {**before, "OMP_NUM_THREADS": "3", "LOCAL_RANK": "1", "RANK": "5"}
+environment.pop("GONE")
+process = forks.fork(["train", "--config", "a.yaml"], environment, forks.Output())
+process.join()
+sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "rl"])
+def test_a_forked_rank_is_as_one_that_was_started(command: str) -> None:
+    """Its words, variables, signals, files and threads are its own; nobody has asked for a card before."""
+    text = LOOK.replace("MODULES", repr(modules_of(command)))
+    environment = {**os.environ, "GONE": "x" * 200}
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 7, ran.stderr
+    found = json.loads(ran.stdout)
+    line = ["-m", "yuan_train", "train", "--config", "a.yaml"]
+    # There is as much room as this command line has.
+    assert found["words"][1 : 1 + len(line)] == line and found["argv"] == line[1:]
+    assert found["shown"][:3] == ["OMP_NUM_THREADS=3", "LOCAL_RANK=1", "RANK=5"]
+    assert not any(variable.startswith("GONE=") for variable in found["shown"])
+    assert set(found["has"]) == {*environment, "OMP_NUM_THREADS", "LOCAL_RANK", "RANK"} - {"GONE"}
+    assert found["threads"] == 3 and found["blocked"] == 0
+    assert found["signals"][0] == str(signal.SIG_DFL) and found["signals"][2] == str(signal.SIG_IGN)
+    assert "default_int_handler" in found["signals"][1]
+    # And the folder that is listed.
+    assert found["files"] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("command", ["train", "rl"])
+def test_what_ranks_import_is_there(command: str) -> None:
+    for name in modules_of(command):
+        importlib.import_module(name)
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    with closing(Nursery(["yuan_train.cli.train"])) as found:
+        yield found
+
+
+def start(nursery: Nursery, *words: str) -> tuple[Forked, IO[str]]:
+    read_end, write_end = os.pipe()
+    process = nursery.fork(words, os.environ, write_end)
+    os.close(write_end)
+    return process, os.fdopen(read_end)
+
+
+def ends_as_a_command(nursery: Nursery) -> None:
+    process, said = start(nursery, "train", "--config", "nowhere.yaml")
+    with said:
+        assert "nowhere.yaml" in said.read()
+    assert process.wait() == process.poll() == 2
+    # Too late, and no harm.
+    process.send_signal(signal.SIGKILL)
+
+
+def end(pid: int) -> None:
+    """Kill a process of another one, which has seen that once this returns."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + patience(20)
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_commands_come_from_a_nursery_one_after_another(nursery: Nursery) -> None:
+    ends_as_a_command(nursery)
+    ends_as_a_command(nursery)
+
+
+def test_a_nursery_that_is_gone_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
+    """And what came of it is not left behind."""
+    ends_as_a_command(nursery)
+    os.mkfifo(tmp_path / "waits.yaml")
+    process, said = start(nursery, "train", "--config", str(tmp_path / "waits.yaml"))
+    assert process.poll() is None
+    end(nursery.pid)
+    assert process.wait() < 0
+    with said:
+        # Until the last that could write to it is gone.
+        assert said.read() == ""
+    ends_as_a_command(nursery)
+
+
+def test_a_nursery_hears_signals_for_what_it_has_forked(nursery: Nursery, tmp_path: Path) -> None:
+    """Of a terminal, or of who ends a whole group: the command ends as it likes, and its end is told."""
+    os.mkfifo(tmp_path / "waits.yaml")
+    process, said = start(nursery, "train", "--config", str(tmp_path / "waits.yaml"))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(nursery.pid, number)
+    process.send_signal(signal.SIGTERM)
+    with said:
+        assert said.read() == ""
+    assert process.wait() == -signal.SIGTERM
+    ends_as_a_command(nursery)
