@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.project import make_project, parse_plan, run_config
+from tests.support.spawn import process_of
 from yuan_train.cli.main import main
 from yuan_train.cli.plan import EnginePrice
 from yuan_train.config.plan_constraints import save_plan
@@ -29,7 +29,7 @@ def test_the_rank_that_logs_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def start(command: Any, rank: int, environment: Any, *, inherits_output: bool) -> Any:
         heard.extend([rank] * inherits_output)
-        return launched._Child(rank, subprocess.Popen(["true"]), None)
+        return launched._Child(rank, process_of("true"), None)
 
     monkeypatch.setattr(launched, "_start_rank", start)
     words = ["launch", "--config", str(run_file), "--plan", str(tmp_path / "plan.yaml")]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.spawn import Around, Command, forked_ranks, start_command, start_ranks
+from tests.support.spawn import Around, Command, start_command, start_ranks
 from yuan_train.checkpoint.load import describe
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
@@ -98,7 +98,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(job: list[str], tmp_path: Path)
 
 
 def test_a_killed_rank_ends_the_others(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, folder=tmp_path, around=forked_ranks)
+    launcher = launch(*job, folder=tmp_path)
     try:
         wait_for_step(tmp_path, 2, launcher.process.is_alive)
         assert launcher.process.pid is not None
@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_the_others(job: list[str], tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, "train.timeout=6 s", folder=tmp_path, around=forked_ranks)
+    launcher = launch(*job, "train.timeout=6 s", folder=tmp_path)
     try:
         wait_for_step(tmp_path, 2, launcher.process.is_alive)
         assert launcher.process.pid is not None

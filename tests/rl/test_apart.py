@@ -22,7 +22,7 @@ import torch
 
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
-from tests.support.spawn import as_rank, free_port, patience, spawn, start_ranks
+from tests.support.spawn import as_rank, free_port, patience, process_of, spawn, start_ranks
 from yuan_train.cli.main import main
 from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
 from yuan_train.config.errors import ConfigError, TrainingError
@@ -529,7 +529,7 @@ def test_the_launcher_spares_engines_whose_loss_the_policy_decides_about(
 
     def ended(*commands: str, spared: int) -> int:
         children = [
-            launched._Child(rank, subprocess.Popen(["sh", "-c", command]), None)  # pyright: ignore[reportPrivateUsage]
+            launched._Child(rank, process_of(command), None)  # pyright: ignore[reportPrivateUsage]
             for rank, command in enumerate(commands)
         ]
         return launched._wait(children, lambda child: child.rank == spared, print, 60.0)  # pyright: ignore[reportPrivateUsage]

@@ -8,16 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from tests.support.spawn import patience
-from yuan_train.cli.launch import modules_of
+from tests.support.spawn import spawn
+from yuan_train.cli.launch import RANK_MODULES
+from yuan_train.config.errors import TrainingError
 from yuan_train.supervise.forks import Forked, Nursery
 
 LOOK = """
@@ -65,7 +65,7 @@ sys.exit(process.exitcode)
 @pytest.mark.parametrize("command", ["train", "rl"])
 def test_a_forked_rank_is_as_one_that_was_started(command: str) -> None:
     """Its words, variables, signals, files and threads are its own; nobody has asked for a card before."""
-    text = LOOK.replace("MODULES", repr(modules_of(command)))
+    text = LOOK.replace("MODULES", repr(RANK_MODULES[command]))
     environment = {**os.environ, "GONE": "x" * 200}
     ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=environment)
     assert ran.returncode == 7, ran.stderr
@@ -85,14 +85,11 @@ def test_a_forked_rank_is_as_one_that_was_started(command: str) -> None:
 
 @pytest.mark.parametrize("command", ["train", "rl"])
 def test_what_ranks_import_is_there(command: str) -> None:
-    for name in modules_of(command):
+    for name in RANK_MODULES[command]:
         importlib.import_module(name)
 
 
-@pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    with closing(Nursery(["yuan_train.cli.train"])) as found:
-        yield found
+# --- nurseries, each beside a process without threads ----------------------------------------------------
 
 
 def start(nursery: Nursery, *words: str) -> tuple[Forked, IO[str]]:
@@ -100,6 +97,14 @@ def start(nursery: Nursery, *words: str) -> tuple[Forked, IO[str]]:
     process = nursery.fork(words, os.environ, write_end)
     os.close(write_end)
     return process, os.fdopen(read_end)
+
+
+def start_waiting(nursery: Nursery, folder: Path) -> tuple[Forked, IO[str]]:
+    """A command that waits for its run file for ever."""
+    os.mkfifo(folder / "waits.yaml")
+    process, said = start(nursery, "train", "--config", str(folder / "waits.yaml"))
+    assert process.poll() is None
+    return process, said
 
 
 def ends_as_a_command(nursery: Nursery) -> None:
@@ -111,42 +116,50 @@ def ends_as_a_command(nursery: Nursery) -> None:
     process.send_signal(signal.SIGKILL)
 
 
-def end(pid: int) -> None:
-    """Kill a process of another one, which has seen that once this returns."""
-    os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + patience(20)
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def one_after_another(rank: int) -> None:
+    with closing(Nursery(["yuan_train.cli.train"])) as nursery:
+        ends_as_a_command(nursery)
+        ends_as_a_command(nursery)
 
 
-def test_commands_come_from_a_nursery_one_after_another(nursery: Nursery) -> None:
-    ends_as_a_command(nursery)
-    ends_as_a_command(nursery)
+def is_gone(rank: int, folder: Path) -> None:
+    """What came of it is not left behind."""
+    with closing(Nursery(["yuan_train.cli.train"])) as nursery:
+        process, said = start_waiting(nursery, folder)
+        os.kill(nursery.pid, signal.SIGKILL)
+        assert process.wait() < 0
+        with said:
+            # Until the last that could write to it is gone.
+            assert said.read() == ""
+        with pytest.raises(TrainingError, match="is gone"):
+            start(nursery, "train", "--config", "nowhere.yaml")
 
 
-def test_a_nursery_that_is_gone_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
-    """And what came of it is not left behind."""
-    ends_as_a_command(nursery)
-    os.mkfifo(tmp_path / "waits.yaml")
-    process, said = start(nursery, "train", "--config", str(tmp_path / "waits.yaml"))
-    assert process.poll() is None
-    end(nursery.pid)
-    assert process.wait() < 0
-    with said:
-        # Until the last that could write to it is gone.
-        assert said.read() == ""
-    ends_as_a_command(nursery)
-
-
-def test_a_nursery_hears_signals_for_what_it_has_forked(nursery: Nursery, tmp_path: Path) -> None:
+def hears_signals(rank: int, folder: Path) -> None:
     """Of a terminal, or of who ends a whole group: the command ends as it likes, and its end is told."""
-    os.mkfifo(tmp_path / "waits.yaml")
-    process, said = start(nursery, "train", "--config", str(tmp_path / "waits.yaml"))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(nursery.pid, number)
-    process.send_signal(signal.SIGTERM)
+    with closing(Nursery(["yuan_train.cli.train"])) as nursery:
+        process, said = start_waiting(nursery, folder)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(nursery.pid, number)
+        process.send_signal(signal.SIGTERM)
+        with said:
+            assert said.read() == ""
+        assert process.wait() == -signal.SIGTERM
+        ends_as_a_command(nursery)
+
+
+def is_closed(rank: int, folder: Path) -> None:
+    """With what it has forked, which gets SIGTERM as if its parent had been killed."""
+    with closing(Nursery(["yuan_train.cli.train"])) as nursery:
+        _, said = start_waiting(nursery, folder)
     with said:
         assert said.read() == ""
-    assert process.wait() == -signal.SIGTERM
-    ends_as_a_command(nursery)
+
+
+def test_commands_come_from_a_nursery_one_after_another() -> None:
+    spawn(one_after_another, 1)
+
+
+@pytest.mark.parametrize("body", [is_gone, hears_signals, is_closed])
+def test_a_nursery(body: Callable[..., None], tmp_path: Path) -> None:
+    spawn(body, 1, tmp_path)

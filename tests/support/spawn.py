@@ -10,9 +10,7 @@ import importlib
 import itertools
 import multiprocessing
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +21,8 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch.multiprocessing as mp
-
-from yuan_train.cli.main import main
 
 TIMEOUT_SECONDS = 600
 FIRST_PORT, PORTS_PER_WORKER = 12_000, 2_000
@@ -217,37 +212,13 @@ def _run_command(
         program(words)
 
 
-class _Forked(subprocess.Popen[bytes]):
-    """A `yuan-train` command, forked from this process: a new interpreter would import for seconds."""
-
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
-        _, _, _, env, _, _, _, stdin, _, _, stdout, _, stderr, *_ = rest
-        self.pid = os.fork()
-        if self.pid:
-            self._child_created = True
-            return
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL)
-            preexec_fn()
-            for number, file in enumerate((stdin, stdout, stderr)):
-                if file != -1:
-                    os.dup2(file, number)
-            os.environ.clear()
-            os.environ.update(env)
-            code = main(args[3:])
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        finally:
-            os._exit(70)
-
-
-@contextmanager
-def forked_ranks() -> Iterator[None]:
-    """Around a launcher: its ranks are processes of their own as ever, but have all modules at once."""
-    with patch.object(subprocess, "Popen", _Forked):
-        yield
+def process_of(command: str) -> BaseProcess:
+    """A process that runs a command of the shell."""
+    process = multiprocessing.get_context("fork").Process(
+        target=os.execvp, args=("sh", ["sh", "-c", command])
+    )
+    process.start()
+    return process
 
 
 def as_rank(rank: int, num_ranks: int, port: int) -> None:

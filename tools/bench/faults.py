@@ -55,8 +55,8 @@ LIMIT = 90.0
 EVERY = 10
 """Steps between two checkpoints."""
 SELDOM = 40
-"""And where there is a fault each minute: a save takes 0.2 s, and as often as this it costs as much as the
-steps that a fault has made again (Young 1974: the interval is the root of 2 * 0.2 s * 60 s, of 0.1 s a step)."""
+"""And where there is a fault each minute: a save takes 0.2 s, a step 0.1 s, and as seldom as this saves cost
+as much as the steps that faults have made again (Young 1974: a save in the root of 2 * 0.2 s * 60 s)."""
 QUIET = 12
 """Steps between the end of one fault and the next, at least."""
 MINUTE = 60.0
@@ -91,7 +91,9 @@ def campaign(faults: int, seed: int) -> Iterator[Row]:
 @case("faults/a_minute", formats=FORMATS, faults=(8,), seed=(0,))
 def a_minute(faults: int, seed: int) -> Iterator[Row]:
     """The same with a fault every minute: which part of the time is left for new steps."""
-    yield from _campaign(KINDS, faults, random.Random(seed), f"checkpoint.every={SELDOM}", apart=MINUTE)
+    yield from _campaign(
+        KINDS, faults, random.Random(seed), f"checkpoint.every={SELDOM}", "train.timeout=5 s", apart=MINUTE
+    )
 
 
 @case(
@@ -187,7 +189,7 @@ def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool
 
 
 def _campaign(
-    kinds: Mapping[str, MakeFault], faults: int, chance: random.Random, more: str, *, apart: float = 0.0
+    kinds: Mapping[str, MakeFault], faults: int, chance: random.Random, *more: str, apart: float = 0.0
 ) -> Iterator[Row]:
     """Make faults of some kinds, one after another, `apart` seconds from each other at least; `more` changes
     the run."""
@@ -196,7 +198,7 @@ def _campaign(
         project.mkdir()
         folder.mkdir()
         make_supervised(project, CARDS, steps=1)
-        with supervised(project, folder, more, "train.timeout=10 s", *words(1_000_000)) as process:
+        with supervised(project, folder, "train.timeout=10 s", *more, *words(1_000_000)) as process:
             found: list[Fault] = []
             _await(lambda: steps_done(folder) or None, 2 * LIMIT)
             first = time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
-import importlib
 import logging
 import math
 import os
@@ -39,6 +38,14 @@ from yuan_train.supervise.launched import start_ranks
 from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 
 logger = logging.getLogger(__name__)
+
+_TRAINING = (
+    *("torch._dynamo", "torch.distributed.checkpoint._fsspec_filesystem"),
+    *("yuan_train.cli.train", "yuan_train.train.build", "yuan_train.train.run"),
+)
+_ROLES = ("yuan_train.cli.rl", "yuan_train.rl.apart", "yuan_train.rl.loop", "yuan_train.rl.scoring")
+RANK_MODULES = {"train": _TRAINING, "rl": (*_TRAINING, *_ROLES)}
+"""What the ranks of a command import, also late, which takes seconds; here nothing of it is imported."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -162,16 +169,11 @@ def start_or_print(
         command,
         world_size=size,
         address=(host, port),
-        modules=modules_of(command[0]),
+        modules=RANK_MODULES[command[0]],
         speaker=speaker,
         spare=spare,
         timeout_seconds=timeout_seconds,
     )
-
-
-def modules_of(command: str) -> tuple[str, ...]:
-    """What the ranks of a command import, which takes seconds; its module says."""
-    return importlib.import_module(f"yuan_train.cli.{command}").RANK_MODULES
 
 
 def _nodes_for(plan: Plan | RlPlan, arguments: argparse.Namespace) -> list[Node]:

@@ -6,7 +6,6 @@ import argparse
 from dataclasses import replace
 from functools import partial
 
-from yuan_train.cli import train
 from yuan_train.cli.launch import check_driver_of_rank
 from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
 from yuan_train.config.errors import PlanError
@@ -15,8 +14,6 @@ from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl import RLConfig, load_rl
 from yuan_train.config.rl_plan import RlForecast, RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.parallel.environment import set_rank_defaults
-
-RANK_MODULES = (*train.RANK_MODULES, "yuan_train.rl.apart", "yuan_train.rl.loop", "yuan_train.rl.scoring")
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

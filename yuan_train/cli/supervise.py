@@ -103,11 +103,10 @@ def _be_agent(
         raise ConfigError("--this-node: give --meet HOST:PORT too, the same on all nodes")
     address = _address(arguments.meet)
     profile = read_profiles(arguments.profile, cluster)
-    from yuan_train.cli.launch import modules_of
+    from yuan_train.cli.launch import RANK_MODULES
     from yuan_train.supervise.forks import Nursery
 
-    # It imports what ranks need while this process imports the planner.
-    with closing(Nursery((*modules_of("train"), "yuan_train.cli.launch"))) as nursery:
+    with closing(Nursery(RANK_MODULES["train"])) as nursery:
         job = _job(arguments, run_config, cluster, nodes, profile, nursery)
         return _supervise(job, arguments.this_node, cluster, address)
 

@@ -24,11 +24,6 @@ from yuan_train.parallel.environment import is_job_here, is_rank_of_several, set
 if TYPE_CHECKING:
     from yuan_train.train.engine import BuildEngine
 
-RANK_MODULES = (
-    *("torch._dynamo", "torch.distributed.checkpoint._fsspec_filesystem"),
-    *("yuan_train.train.build", "yuan_train.train.run"),
-)
-"""What a rank imports late: where ranks are forked, the process that they are forked from has done it."""
 TELL_SECONDS = 4.0
 """How long a process for which there is no card may take to import torch and to tell that to the others."""
 

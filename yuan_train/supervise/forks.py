@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from types import FrameType
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.parallel.environment import THREADS, end_with_parent, rank_defaults
@@ -128,15 +126,10 @@ def _show_as(line: Sequence[str], environment: Mapping[str, str]) -> None:
 class Forked:
     """A process that a nursery has forked; of subprocess.Popen's methods those that are needed."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, pid: int) -> None:
+        """`connection` gives the exit code."""
+        self._connection, self.pid = connection, pid
         self._code: int | None = None
-        try:
-            self.pid: int = connection.recv()
-        except (EOFError, ConnectionError):
-            raise TrainingError(
-                "the process that starts this node's ranks has ended; it may have said why"
-            ) from None
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
@@ -163,69 +156,56 @@ class Forked:
 
 
 class Nursery:
-    """A process beside this one that has modules in memory, of which commands are forked, one after another.
+    """A process that has this one's modules, and of which commands are forked, one after another.
 
-    Where it has been ended, there is another one with the next command.
+    To be made before this process has threads. Where it is ended from outside, so is what it has forked.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._modules = tuple(modules)
-        self._process, self._connection = self._start()
-
-    @property
-    def pid(self) -> int:
-        """The number of the process."""
-        return self._process.pid
+        import_modules(modules, rank_defaults(os.environ, local_ranks=1, num_cores=1))
+        self._connection, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=_nurse, args=(theirs, self._connection))
+        process.start()
+        theirs.close()
+        assert process.pid is not None
+        self._process, self.pid = process, process.pid
 
     def fork(self, words: Sequence[str], environment: Mapping[str, str], stderr: int) -> Forked:
-        """Start `yuan-train WORDS` with these variables; it writes its errors to an open file of this
-        process."""
-        if self._process.poll() is not None:
-            self.close()
-            self._process, self._connection = self._start()
-        self._connection.send((tuple(words), dict(environment)))
-        send_handle(self._connection, stderr, self._process.pid)
-        return Forked(self._connection)
+        """Start `yuan-train WORDS` with these variables; `stderr` is an open file for what it says.
+
+        Raises TrainingError if the nursery is gone.
+        """
+        try:
+            self._connection.send((tuple(words), dict(environment)))
+            send_handle(self._connection, stderr, self.pid)
+            return Forked(self._connection, self._connection.recv())
+        except (EOFError, OSError):
+            raise TrainingError("the process that starts this node's ranks is gone: killed?") from None
 
     def close(self) -> None:
         """End it; what it has forked hears of that as of the end of a parent."""
         self._connection.close()
         self._process.kill()
-        self._process.wait()
-
-    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        ours, theirs = multiprocessing.Pipe()
-        file = theirs.fileno()
-        line = [sys.executable, "-m", __name__, str(file), *self._modules]
-        process = subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[file])
-        theirs.close()
-        return process, ours
+        self._process.join()
 
 
-def _serve(connection: Connection) -> None:
+def _nurse(connection: Connection, others: Connection) -> None:
     """Be a nursery: fork what is asked for, and tell its number and its exit code, until nobody asks."""
-    while True:
-        words, environment = connection.recv()
-        stderr = recv_handle(connection)
-        process = fork(words, environment, Output(stderr=stderr))
-        os.close(stderr)
-        connection.send(process.pid)
-        if process.sentinel not in wait([connection, process.sentinel]):
-            # This end of the connection is closed, so there is nobody any more who would read the exit code.
-            return
-        process.join()
-        connection.send(process.exitcode)
-
-
-def _take_no_notice(number: int, frame: FrameType | None) -> None:
-    """What is forked hears the signal too, and has to end in its own time."""
-
-
-if __name__ == "__main__":
-    for heard in _HEARD:
-        signal.signal(heard, _take_no_notice)
-    import_modules(sys.argv[2:], rank_defaults(os.environ, local_ranks=1, num_cores=1))
+    others.close()
+    for number in _HEARD:
+        # What is forked hears these too, and has to end in its own time.
+        signal.signal(number, lambda *_: None)
     with suppress(EOFError, ConnectionError):
-        _serve(Connection(int(sys.argv[1])))
+        while True:
+            words, environment = connection.recv()
+            stderr = recv_handle(connection)
+            process = fork(words, environment, Output(stderr=stderr))
+            os.close(stderr)
+            connection.send(process.pid)
+            if process.sentinel not in wait([connection, process.sentinel]):
+                # Nobody reads the exit code any more: the other end is closed.
+                break
+            process.join()
+            connection.send(process.exitcode)
     # Not by way of the interpreter's end, which would wait for what was forked.
     os._exit(0)

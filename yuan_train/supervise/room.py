@@ -15,6 +15,7 @@ done), `move` (the plan with which the ranks are to go on as they are), `stop` (
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -42,6 +43,8 @@ POLL_SECONDS = 0.2
 BEAT_SECONDS = 2
 PULSE_SECONDS = 0.25
 """Between two that an agent writes: whoever has its end seen waits for a few."""
+PULSES_WATCHED = 4
+"""Between two looks at those of others: by the first agent at all of them, by these at its own."""
 BEATS_MISSED = 4
 """Heartbeats after which an agent is taken to be gone; clocks of nodes may differ by less than these."""
 GONE_SECONDS = 1.0
@@ -279,14 +282,20 @@ class Round:
         return None if found is None else Directive(**found)
 
     def start_beating(self) -> threading.Event:
-        """Let the others see that this agent lives, until the event is set."""
+        """Let the others see that this agent lives, and note who of them does, until the event is set."""
         stop = threading.Event()
 
         def beat() -> None:
-            while not stop.wait(PULSE_SECONDS):
+            watched = range(self._size) if self.leads else range(1)
+            for count in itertools.count():
                 try:
                     self._store.add(f"beat/{self._rank}", 1)
+                    if count % PULSES_WATCHED == 0:
+                        for rank in watched:
+                            self._lives(rank)
                 except RuntimeError:
+                    return
+                if stop.wait(PULSE_SECONDS):
                     return
 
         threading.Thread(target=beat, name="beat", daemon=True).start()
