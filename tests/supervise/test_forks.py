@@ -16,9 +16,9 @@ from typing import IO
 import pytest
 
 from tests.support.spawn import spawn
-from yuan_train.cli.launch import RANK_MODULES
 from yuan_train.config.errors import TrainingError
 from yuan_train.supervise.forks import Forked, Nursery
+from yuan_train.supervise.launched import RANK_MODULES
 
 LOOK = """
 import json, os, runpy, signal, sys

@@ -39,14 +39,6 @@ from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 
 logger = logging.getLogger(__name__)
 
-_TRAINING = (
-    *("torch._dynamo", "torch.distributed.checkpoint._fsspec_filesystem"),
-    *("yuan_train.cli.train", "yuan_train.train.build", "yuan_train.train.run"),
-)
-_ROLES = ("yuan_train.cli.rl", "yuan_train.rl.apart", "yuan_train.rl.loop", "yuan_train.rl.scoring")
-RANK_MODULES = {"train": _TRAINING, "rl": (*_TRAINING, *_ROLES)}
-"""What the ranks of a command import, also late, which takes seconds; here nothing of it is imported."""
-
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the program's subparsers."""
@@ -169,7 +161,6 @@ def start_or_print(
         command,
         world_size=size,
         address=(host, port),
-        modules=RANK_MODULES[command[0]],
         speaker=speaker,
         spare=spare,
         timeout_seconds=timeout_seconds,

@@ -103,8 +103,8 @@ def _be_agent(
         raise ConfigError("--this-node: give --meet HOST:PORT too, the same on all nodes")
     address = _address(arguments.meet)
     profile = read_profiles(arguments.profile, cluster)
-    from yuan_train.cli.launch import RANK_MODULES
     from yuan_train.supervise.forks import Nursery
+    from yuan_train.supervise.launched import RANK_MODULES
 
     with closing(Nursery(RANK_MODULES["train"])) as nursery:
         job = _job(arguments, run_config, cluster, nodes, profile, nursery)

@@ -34,6 +34,14 @@ STOPPED_SECONDS = 2.0
 TERMINAL_SECONDS = 1.0
 """In which a rank that a terminal's Ctrl-C has reached takes no notice of a second one any more."""
 
+_TRAINING = (
+    *("torch._dynamo", "torch.distributed.checkpoint._fsspec_filesystem"),
+    *("yuan_train.cli.train", "yuan_train.train.build", "yuan_train.train.run"),
+)
+_ROLES = ("yuan_train.cli.rl", "yuan_train.rl.apart", "yuan_train.rl.loop", "yuan_train.rl.scoring")
+RANK_MODULES = {"train": _TRAINING, "rl": (*_TRAINING, *_ROLES)}
+"""What the ranks of a command import, also late, which takes seconds; by name: not every process does it."""
+
 _SIGNALS = tuple(-number for number in signal.valid_signals())
 """Exit codes of a process that a signal has ended."""
 _OWN_CODES = (0, 1, 2, 3, INTERRUPTED)
@@ -63,14 +71,13 @@ def start_ranks(
     *,
     world_size: int,
     address: tuple[str, int],
-    modules: Sequence[str] = ("torch",),
     speaker: int = 0,
     spare: Sequence[int] = (),
     timeout_seconds: float = math.inf,
 ) -> int:
     """Run the ranks of a node until they exit; returns 0, or the exit code of the rank at fault.
 
-    Each rank runs `yuan-train COMMAND`, forked from this process, which imports `modules` for all of them.
+    Each rank runs `yuan-train COMMAND`, forked from this process, which imports for all of them.
     The rank `speaker`, or on another node the first, writes to this process's streams. `address` is the
     rendezvous, host and port. The ranks get SIGTERM and SIGUSR1 that this process gets. A rank of `spare`
     that fails once its links stand leaves the others as they are. A rank that is stopped for longer than
@@ -83,7 +90,7 @@ def start_ranks(
         for child in children:
             _send_signal(child, signum)
 
-    import_modules(modules, _own_defaults(node))
+    import_modules(RANK_MODULES.get(command[0], ("torch",)), _own_defaults(node))
     told = tempfile.TemporaryDirectory(prefix="yuan-train-")
     previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward_signal)}
     try:
@@ -203,10 +210,11 @@ def _end_if_stopped(child: _Child, patience: float) -> None:
 
 
 def _is_stopped(child: _Child) -> bool:
-    if child.process.exitcode is not None:
+    pid = child.process.pid
+    if child.process.exitcode is not None or pid is None:
         return False
     try:
-        return os.waitid(os.P_PID, child.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         # It has ended just now.
         return False
