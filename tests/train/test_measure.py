@@ -15,6 +15,7 @@ import torch
 
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, run_config
+from tests.support.spawn import start_command
 from yuan_train.cli import profile as profile_command
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
@@ -60,10 +61,10 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     out = tmp_path / "profile.json"
     options = ["--model", str(model), "--config", str(run_file), "--cluster", str(tmp_path / "cluster.yaml")]
-    assert (
-        main(["profile", *options, "--seconds", "0.01", "--out", str(out), "search.recompute=[none,full]"])
-        == 0
-    )
+    words = ["profile", *options, "--seconds", "0.01", "--out", str(out), "search.recompute=[none,full]"]
+    # It forks its ranks, and these tests' process has used threads.
+    code, said = start_command(words, tmp_path / "stderr", environment={}).wait(within_seconds=120)
+    assert code == 0, said
     profile = load_profile(out)
     assert profile.sequence_length == run.data.sequence_length
     entries = {(e.device_type, e.tensor_parallel, e.recompute): e for e in profile.entries}

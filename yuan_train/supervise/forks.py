@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import logging
 import multiprocessing
 import os
 import runpy
@@ -104,7 +105,12 @@ def _take_over(output: Output) -> None:
         if file is not None:
             os.dup2(file, own)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    # The parent's may be other files, as under a test that reads what is printed.
+    by_line = 1 if os.environ.get("PYTHONUNBUFFERED") else -1
     sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", by_line, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    logging.getLogger().handlers.clear()
 
 
 def _show_as(line: Sequence[str], environment: Mapping[str, str]) -> None:
