@@ -20,7 +20,7 @@ import torch
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, read_metrics, run_config, with_forecast
 from tests.support.ranks import saved_tensors
-from tests.support.spawn import as_rank, free_port, spawn
+from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import step_name
@@ -351,3 +351,42 @@ def test_reasons_for_a_restart(run_file: Path) -> None:
     assert restart_reason(two, swapped, config) == "the plan numbers cards otherwise"
     for change in ("engine=megatron", "train.compile=true"):
         assert restart_reason(two, two, run_config(run_file, change)) is not None
+
+
+@contextmanager
+def asks_to_move() -> Iterator[None]:
+    """The command of a rank that is told of next.yaml in its folder, after some steps."""
+    asks = run._request  # pyright: ignore[reportPrivateUsage]
+
+    def ask(job: Any, progress: Any, *, stop: bool) -> Any:
+        if progress.step == EACH - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return asks(job, progress, stop=stop or progress.step == EACH - 1)
+
+    with patch.dict(os.environ, {NEXT_PLAN: "next.yaml"}), patch.object(run, "_request", ask):
+        yield
+
+
+@contextmanager
+def dies_in_the_move() -> Iterator[None]:
+    """The command of a rank that is killed when it has got the first message of what it lacks."""
+    with patch.object(live, "unpack", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+        yield
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_is_lost_in_the_move_is_named(run_file: Path, tmp_path: Path, dies: bool) -> None:
+    """All end, and the checkpoint from before is there; where nobody is lost, they go on."""
+    plans = [plan_of(run_file, text) for text in ("1x8: 2@0 | 2@1 | 2@2", "1x8: 3@0 | 1@1 | 2@2")]
+    for name, plan in zip(("plan.yaml", "next.yaml"), plans, strict=True):
+        save_plan(tmp_path / name, plan)
+    words = ["train", "--config", str(run_file), "--plan", "plan.yaml", *COMMON]
+    words += [f"train.steps={2 * EACH}", "train.timeout=20 s", "log.directory=log", "checkpoint.directory=ck"]
+    around = {2: asks_to_move} | ({0: dies_in_the_move} if dies else {})
+    with start_ranks(words, tmp_path, 3, cwds=[tmp_path] * 3, around=around) as ranks:
+        codes, said = zip(*(rank.wait(within_seconds=60) for rank in ranks), strict=True)
+    assert codes == ((-signal.SIGKILL, 1, 1) if dies else (0, 0, 0)), said
+    assert find_checkpoint(tmp_path / "ck").step == (EACH if dies else 2 * EACH)
+    for text in said[1:]:
+        assert "Traceback" not in text
+        assert ("error: " in text and "rank 0" in text) == dies, text
