@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.spawn import free_port
 from tests.support.supervised import (
@@ -35,6 +37,7 @@ from tests.support.supervised import (
     lose_node,
     make_supervised,
     ranks_of,
+    slowed,
     steps_done,
     supervised,
     words,
@@ -42,7 +45,7 @@ from tests.support.supervised import (
 from tools.bench.harness import MISSED, Row, case
 from yuan_train.checkpoint.names import faults_of, step_name, steps_in
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_constraints import save_plan
+from yuan_train.config.plan_constraints import load_plan, plans_in, save_plan
 from yuan_train.parallel.environment import NEXT_PLAN
 from yuan_train.parallel.transfer import plan_holdings
 
@@ -60,6 +63,8 @@ as much as the steps that faults have made again (Young 1974: a save in the root
 QUIET = 12
 """Steps between the end of one fault and the next, at least."""
 MINUTE = 60.0
+WARM, MEASURED = 10, 40
+"""Steps that are not measured, and that are."""
 TOLERANCE, MOST_COMPARED = 1e-5, 1000
 """Of losses: by how much they may differ, relative, and how many are compared."""
 
@@ -136,6 +141,72 @@ def live(hidden: int) -> Iterator[Row]:
         for how in ("in place", "by a restart"):
             row = {"hidden": hidden, "parameters": run.model.parameters, "how": how}
             yield row | _move(folder, run_file, plans, in_place=how == "in place")
+
+
+@case(
+    "faults/slowed",
+    formats={"step s": ".3f", "of planned for": ".0%", "noticed after": ","},
+    factor=(3.0,),
+)
+def slowed_down(factor: float) -> Iterator[Row]:
+    """A node of two runs a third of the time from some step on: a step before, under the old plan, after the
+    live move, and of a run that was planned for it from the start."""
+    with tempfile.TemporaryDirectory() as name:
+        told, known = Path(name) / "told", Path(name) / "known"
+        rows = [*_slowed_run(told, 1.0, is_slow=False), *_slowed_run(known, factor, is_slow=True)]
+        for row in rows:
+            yield {"factor": factor, **row, "of planned for": rows[-1]["step s"] / row["step s"]}
+
+
+def _slowed_run(folder: Path, factor: float, *, is_slow: bool) -> Iterator[Row]:
+    """Rows of a run whose node b is slowed, from the first steps if it `is_slow`; `factor` is planned for."""
+    project, out = folder / "project", folder / "run"
+    project.mkdir(parents=True)
+    out.mkdir()
+    make_supervised(project, {"a": 1, "b": 1}, steps=1)
+    cluster = yaml.safe_load((project / "cluster.yaml").read_text())
+    types = cluster["device_types"]
+    types["slow"] = types["core"] | {key: f"{80 / factor} GFLOP/s" for key in ("fp32", "bf16")}
+    types["slow"] |= {"memory_bandwidth": f"{10 / factor} GB/s"}
+    cluster["nodes"][1]["device"] = "slow"
+    (project / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    watched = "supervise.slow=1.5" if not is_slow else "supervise.slow=1000"
+
+    def measured(which: str, first: int, noticed: int | None = None) -> Row:
+        _await(lambda: steps_done(out) >= first + WARM + MEASURED or None, LIMIT)
+        lines = read_metrics(out / "log")[first + WARM : first + WARM + MEASURED]
+        seconds = statistics.median(line["step_seconds"] for line in lines)
+        plan = load_plan(plans_in(out / "log")[-1])
+        return {"run": which, "plan": _cut(plan), "step s": seconds, "noticed after": noticed}
+
+    longer = ("train.global_batch_size=64", "checkpoint.every=50", watched)
+    with supervised(project, out, *longer, *words(1_000_000)) as process:
+        _await(lambda: steps_done(out) or None, LIMIT)
+        if not is_slow:
+            yield measured("as planned", 0)
+        with slowed("b", out):
+            if is_slow:
+                yield measured("slow, planned for", 0)
+            else:
+                began = steps_done(out)
+                _await(lambda: entries(out)[1:] or None, LIMIT)
+                moved = next(line["step"] for line in read_metrics(out / "log") if "moved" in line)
+                lines = read_metrics(out / "log")[began + 2 : moved - 1]
+                seconds = statistics.median(line["step_seconds"] for line in lines)
+                yield {"run": "slow, the old plan", "step s": seconds}
+                yield measured("slow, moved live", moved, moved - began)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=LIMIT)
+
+
+def _cut(plan: Plan) -> str:
+    """Micro-batches of each pipeline and layers of its stages: `8: 4 | 2`."""
+    words = [
+        f"{pipeline.num_micro_batches}x{pipeline.micro_batch_size}: "
+        + " | ".join(f"{stage.layers[1] - stage.layers[0]:g}" for stage in pipeline.stages)
+        for pipeline in plan.pipelines
+    ]
+    return " / ".join(words)
 
 
 def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool) -> Row:
