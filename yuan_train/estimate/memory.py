@@ -19,6 +19,7 @@ from yuan_train.estimate.shape import ModelShape
 from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.memory import scoring_bytes, stage_memory
 from yuan_train.planner.costs.unit_costs import CardCosts, card_costs, value_model
+from yuan_train.planner.costs.workload import TokenRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +201,7 @@ def yuan_memory(
     def costs_of(model: ModelConfig, recompute: Recompute) -> CardCosts:
         return card_costs(
             model,
-            sequence_length=samples.length,
-            micro_batch_size=1,
-            precision=precision,
+            TokenRows(1, samples.length, precision),
             recompute=recompute,
             type_name="card",
             device=device,

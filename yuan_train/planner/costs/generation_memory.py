@@ -11,7 +11,7 @@ from functools import cached_property
 
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, TensorGroup, model_work
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, TensorGroup, TokenRows, model_work
 
 PREFILL_CHUNK = 512
 """Prompt tokens that generation reads at once."""
@@ -63,15 +63,9 @@ class Writing:
     @cached_property
     def chunk_bytes(self) -> float:
         """Of a chunk of one prompt in one layer."""
-        work = model_work(
-            self.model,
-            sequence_length=min(self.prompt, PREFILL_CHUNK),
-            micro_batch_size=1,
-            precision=self.precision,
-            logit_rows=1,
-            group=TensorGroup(1 if self.model.num_experts else self.width),
-        )
-        return work.layer.activation_bytes
+        rows = TokenRows(1, min(self.prompt, PREFILL_CHUNK), self.precision)
+        group = TensorGroup(1 if self.model.num_experts else self.width)
+        return model_work(self.model, rows, logit_rows=1, group=group).layer.activation_bytes
 
 
 def drawing_bytes(draws: int, words: float) -> float:

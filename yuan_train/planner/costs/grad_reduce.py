@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import (
     Plan,
@@ -37,7 +36,7 @@ from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.topology import Topology, uses_gloo
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
-from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, half_shares, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, TokenRows, half_shares, model_work
 from yuan_train.schedule.flow import group_units, is_halved
 
 
@@ -187,19 +186,12 @@ def bucket_units(
 
 def half_parts(costs: Costs) -> HalfShare:
     """What the attention takes of a layer, whose halves are buckets of their own."""
-    return _half_parts(costs.problem.model, costs.problem.sequence_length, costs.problem.precision)
+    return _half_parts(costs.problem.model, costs.problem.rows(1))
 
 
 @functools.lru_cache(maxsize=16)
-def _half_parts(model: ModelConfig, sequence_length: int, precision: Precision) -> HalfShare:
-    work = model_work(
-        model,
-        sequence_length=sequence_length,
-        micro_batch_size=1,
-        precision=precision,
-        logit_rows=CUDA_LOGIT_ROWS,
-    )
-    return half_shares(work, "none")[0]
+def _half_parts(model: ModelConfig, rows: TokenRows) -> HalfShare:
+    return half_shares(model_work(model, rows, logit_rows=CUDA_LOGIT_ROWS), "none")[0]
 
 
 def slice_rings(owners: Sequence[Replica]) -> list[list[Card]]:

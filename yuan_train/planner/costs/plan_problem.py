@@ -43,7 +43,13 @@ from yuan_train.planner.costs.unit_costs import (
     with_critic,
     without_critic,
 )
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, statistic_bytes
+from yuan_train.planner.costs.workload import (
+    ELEMENT_BYTES,
+    STATE_BYTES,
+    TensorGroup,
+    TokenRows,
+    statistic_bytes,
+)
 
 Replica = tuple[Card, ...]
 """The cards of a tensor-parallel group, in order."""
@@ -84,6 +90,10 @@ class PlanProblem:
     def room_bytes(self, type_name: str) -> float:
         """The same, without the bytes that are not available to training."""
         return self.usable_bytes(type_name) - self.cluster.device_type(type_name).reserved
+
+    def rows(self, micro_batch_size: int) -> TokenRows:
+        """A micro-batch of so many sequences."""
+        return TokenRows(micro_batch_size, self.sequence_length, self.precision)
 
     @property
     def send_mode(self) -> Sends:
@@ -165,9 +175,7 @@ class Costs:
         def look_up(model: ModelConfig, profile: Profile | None) -> CardCosts:
             return card_costs(
                 model,
-                sequence_length=problem.sequence_length,
-                micro_batch_size=micro_batch_size,
-                precision=problem.precision,
+                problem.rows(micro_batch_size),
                 recompute=recompute,
                 type_name=type_name,
                 device=problem.cluster.device_type(type_name),
@@ -245,9 +253,7 @@ class Costs:
                 None if bare is None else self._look_up(type_name, micro_batch_size, recompute, 1, bare),
                 problem.model,
                 experts,
-                sequence_length=problem.sequence_length,
-                micro_batch_size=micro_batch_size,
-                precision=problem.precision,
+                problem.rows(micro_batch_size),
                 recompute=recompute,
                 device=problem.cluster.device_type(type_name),
             )
@@ -319,9 +325,8 @@ class Costs:
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""
-        problem = self.problem
-        tokens = micro_batch_size * problem.sequence_length
-        return float(tokens * problem.model.hidden_size * ELEMENT_BYTES[problem.precision])
+        rows = self.problem.rows(micro_batch_size)
+        return float(rows.tokens * self.problem.model.hidden_size * ELEMENT_BYTES[rows.precision])
 
 
 def node_host_bytes(cluster: Cluster, node: str) -> float:

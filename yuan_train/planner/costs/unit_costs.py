@@ -7,6 +7,7 @@ sound (another micro-batch size, recompute), and `note` says so; the rest is est
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from yuan_train.planner.costs.workload import (
     ModelWork,
     StateBytes,
     TensorGroup,
+    TokenRows,
     UnitWork,
     half_shares,
     has_flash,
@@ -208,12 +210,15 @@ def logit_rows(device: DeviceType) -> int:
     return CPU_LOGIT_ROWS if device.slowdown is not None else CUDA_LOGIT_ROWS
 
 
+def _memory_rate(device: DeviceType) -> float:
+    """Bytes a second that a well-tuned model gets of a card's memory."""
+    return MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
+
+
 def card_costs(
     model: ModelConfig,
+    rows: TokenRows,
     *,
-    sequence_length: int,
-    micro_batch_size: int,
-    precision: Precision,
     recompute: Recompute,
     type_name: str,
     device: DeviceType,
@@ -225,22 +230,11 @@ def card_costs(
 
     The device must have a peak in `precision`, unless a profile entry covers it.
     """
-    work = model_work(
-        model,
-        sequence_length=sequence_length,
-        micro_batch_size=micro_batch_size,
-        precision=precision,
-        logit_rows=logit_rows(device),
-        group=group,
-        flash=has_flash(device),
-    )
-    update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
+    work = model_work(model, rows, logit_rows=logit_rows(device), group=group, flash=has_flash(device))
+    update_rate = _memory_rate(device)
     if profile is not None:
-        partial_recompute = _PartialRecompute(
-            kept_share=work.layer.kept_bytes(recompute) / work.layer.activation_bytes,
-            seconds=work.layer.recomputed_traffic_bytes / update_rate,
-        )
-        found = _measured(profile, type_name, micro_batch_size, recompute, group.width, partial_recompute)
+        own = [entry for entry in profile.entries if entry.device_type == type_name]
+        found = _measured(own, rows.count, recompute, group.width, work.layer, update_rate)
         if found is not None:
             entry, note = found
             if group.divides_tokens and group.width > 1:
@@ -248,7 +242,7 @@ def card_costs(
                 entry = _with_divided_tokens(entry, work.layer, recompute)
                 note += "; of divided tokens an estimate"
             return CardCosts(
-                units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note),
+                units=_from_profile(entry, work, STATE_BYTES[rows.precision], recompute, note),
                 source="measured",
                 note=note,
                 # A foreign profile says nothing of the optimizer step, and its activations are complete.
@@ -261,7 +255,7 @@ def card_costs(
         f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
     )
     return CardCosts(
-        units=estimate_units(work, device, precision, recompute),
+        units=estimate_units(work, device, rows.precision, recompute),
         source="estimated",
         note=note,
         update_bytes_per_second=update_rate,
@@ -273,49 +267,31 @@ def card_costs(
 # --- measured --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _PartialRecompute:
-    """What selective recompute changes in a layer, by the catalogue."""
-
-    kept_share: float
-    """Share of the layer's activation bytes that it still keeps."""
-    seconds: float
-    """Time to recompute the rest."""
-
-
 def _measured(
-    profile: Profile,
-    type_name: str,
+    own: Sequence[ProfileEntry],
     micro_batch_size: int,
     recompute: Recompute,
     tensor_parallel: int,
-    partial_recompute: _PartialRecompute,
+    layer: UnitWork,
+    memory_rate: float,
 ) -> tuple[ProfileEntry, str] | None:
-    """The profile's entry for this card, if need be derived from others, and a note that says how; None if
-    there is none to derive it from."""
-    for width in dict.fromkeys((tensor_parallel, 1)):
-        for measured_as in (recompute, "none") if recompute != "none" else (recompute,):
-            entries = sorted(
-                (
-                    entry
-                    for entry in profile.entries
-                    if entry.device_type == type_name
-                    and entry.tensor_parallel == width
-                    and entry.recompute == measured_as
-                ),
-                key=lambda entry: entry.micro_batch_size,
-            )
-            if not entries:
-                continue
-            entry, note = _at_size(entries, micro_batch_size)
-            if measured_as != recompute:
-                layers = tuple(_recomputed(layer, recompute, partial_recompute) for layer in entry.layers)
-                entry = replace(entry, layers=layers, recompute=recompute)
-                note += f"; {recompute} recompute derived from an entry without"
-            if width != tensor_parallel:
-                entry = _divided_by_width(entry, tensor_parallel)
-                note += f"; {SCALED_WIDTH} {width}"
-            return entry, note
+    """A card's own entry, if need be derived from others, and a note that says how; None if there is none to
+    derive it from. By the catalogue, a layer and the rate are what selective recompute is derived from."""
+    for width, kind in itertools.product(
+        dict.fromkeys((tensor_parallel, 1)), dict.fromkeys((recompute, "none"))
+    ):
+        entries = [entry for entry in own if (entry.tensor_parallel, entry.recompute) == (width, kind)]
+        if not entries:
+            continue
+        entry, note = _at_size(sorted(entries, key=lambda entry: entry.micro_batch_size), micro_batch_size)
+        if kind != recompute:
+            layers = tuple(_recomputed(one, recompute, layer, memory_rate) for one in entry.layers)
+            entry = replace(entry, layers=layers, recompute=recompute)
+            note += f"; {recompute} recompute derived from an entry without"
+        if width != tensor_parallel:
+            entry = _divided_by_width(entry, tensor_parallel)
+            note += f"; {SCALED_WIDTH} {width}"
+        return entry, note
     return None
 
 
@@ -355,20 +331,18 @@ def _with_divided_tokens(entry: ProfileEntry, unit: UnitWork, recompute: Recompu
 
 
 def _recomputed(
-    layer: UnitProfile, recompute: Recompute, partial_recompute: _PartialRecompute
+    layer: UnitProfile, recompute: Recompute, estimate: UnitWork, memory_rate: float
 ) -> UnitProfile:
     """The same layer under recompute. Full: it keeps only its input; its backward runs the forward first."""
-    selective = recompute == "selective"
-    kept = (
-        layer.activation_bytes * partial_recompute.kept_share
-        if selective
-        else min(layer.output_bytes, layer.activation_bytes)
-    )
+    if recompute == "selective":
+        kept = layer.activation_bytes * (estimate.kept_bytes(recompute) / estimate.activation_bytes)
+        again = estimate.recomputed_traffic_bytes / memory_rate
+    else:
+        kept, again = min(layer.output_bytes, layer.activation_bytes), layer.forward_seconds
     transient = layer.transient_bytes
     return replace(
         layer,
-        backward_seconds=layer.backward_seconds
-        + (partial_recompute.seconds if selective else layer.forward_seconds),
+        backward_seconds=layer.backward_seconds + again,
         activation_bytes=kept,
         transient_bytes=None if transient is None else transient + layer.activation_bytes - kept,
     )
@@ -480,8 +454,7 @@ def estimate_units(
     """The units of `work` by the catalogue's rates: embedding, layers, head."""
     peak = device.peak(precision)
     assert peak is not None, "a card without this precision gets no work"
-    matrix_rate = matrix_efficiency(work.hidden_size) * peak
-    memory_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
+    matrix_rate, memory_rate = matrix_efficiency(work.hidden_size) * peak, _memory_rate(device)
     state = STATE_BYTES[precision]
 
     def seconds(flops: float, traffic_bytes: float) -> float:
@@ -490,14 +463,10 @@ def estimate_units(
     def cost(unit: UnitWork, recompute: Recompute = "none") -> UnitCost:
         forward = seconds(unit.forward_flops, unit.forward_traffic_bytes)
         backward = seconds(unit.backward_flops, unit.backward_traffic_bytes)
-        recompute_seconds = {
-            "none": 0.0,
-            "selective": unit.recomputed_traffic_bytes / memory_rate,
-            "full": forward,
-        }
+        again = {"none": 0.0, "selective": unit.recomputed_traffic_bytes / memory_rate, "full": forward}
         return UnitCost(
             forward_seconds=forward,
-            backward_seconds=backward + recompute_seconds[recompute],
+            backward_seconds=backward + again[recompute],
             parameters=unit.trained,
             parameter_bytes=float(state.parameters * unit.parameters),
             gradient_bytes=float(state.gradients * unit.trained),
@@ -514,6 +483,4 @@ def estimate_units(
             gathered_again=_gathered_again(unit, recompute),
         )
 
-    layer = cost(work.layer, recompute)
-    ends = [cost(unit) for unit in (work.embedding, work.head)]
-    return (ends[0], *[layer] * work.num_layers, ends[1])
+    return (cost(work.embedding), *[cost(work.layer, recompute)] * work.num_layers, cost(work.head))

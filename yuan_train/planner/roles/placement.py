@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, Cluster, NodeGroup
-from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.profile import BatchProfile
@@ -17,7 +17,7 @@ from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import CardCosts, Source, card_costs
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, TokenRows
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate
 from yuan_train.planner.evaluate.stage_cost import StageCost
@@ -247,27 +247,12 @@ class RewardWork:
 
 
 def scoring_on(
-    device: DeviceType,
-    type_name: str,
-    model: ModelConfig,
-    *,
-    length: int,
-    precision: Precision,
-    width: int = 1,
+    device: DeviceType, model: ModelConfig, rows: TokenRows, *, width: int = 1
 ) -> tuple[CardCosts, dict[str, float]]:
     """(costs, bytes by category) of a reward model on a card of a group of `width`, a sample at a time."""
-    own = card_costs(
-        model,
-        sequence_length=length,
-        micro_batch_size=1,
-        precision=precision,
-        recompute="none",
-        type_name=type_name,
-        device=device,
-        profile=None,
-        group=TensorGroup(width),
-    )
-    return own, scoring_bytes(model, own, precision, width=width)
+    group = TensorGroup(width)
+    own = card_costs(model, rows, recompute="none", type_name="", device=device, profile=None, group=group)
+    return own, scoring_bytes(model, own, rows.precision, width=width)
 
 
 def reward_work(
@@ -278,9 +263,7 @@ def reward_work(
     forward, found = 0.0, dict[str, float]()
     for cards in groups:
         device = problem.policy.cluster.device_type(cards[0].type)
-        own, found = scoring_on(
-            device, cards[0].type, model, length=load.length, precision=load.precision, width=width
-        )
+        own, found = scoring_on(device, model, TokenRows(1, load.length, load.precision), width=width)
         forward = max(forward, math.fsum(unit.forward_seconds for unit in own.units))
         found["reserved"] = float(device.reserved)
         if math.fsum(found.values()) > problem.policy.usable_bytes(cards[0].type):
