@@ -12,7 +12,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
@@ -34,7 +33,7 @@ from yuan_train.planner.costs.links import (
 )
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
-from yuan_train.planner.costs.topology import Topology, uses_gloo
+from yuan_train.planner.costs.topology import uses_gloo
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
 from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, TokenRows, half_shares, model_work
 from yuan_train.schedule.flow import group_units, is_halved
@@ -108,7 +107,7 @@ def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...
         return []
     halvable = whole_layers(plan) if max(sizes) > costs.problem.bucket_size else frozenset[int]()
     found: list[_Bucket] = []
-    for units in bucket_units(costs, holders, sizes):
+    for units in _bucket_units(costs, holders, sizes):
         owners, size = holders[units.start], sum(sizes[u] for u in units)
         is_large = is_halved(size, num_owners=len(owners), bucket_size=costs.problem.bucket_size)
         if is_large and units.start in halvable:
@@ -137,7 +136,7 @@ def _with_experts(
     has_experts = [False, *(end % 1 == 0 for _, _, end in layer_units(plan)), False]
     whole = [size - experts * held for size, held in zip(sizes, has_experts, strict=True)]
     found: list[_Bucket] = []
-    for units in bucket_units(costs, holders, whole):
+    for units in _bucket_units(costs, holders, whole):
         owners = holders[units.start]
         each = tuple((card,) for replica in owners for card in replica)
         found.append(_Bucket(units, each, sum(whole[u] for u in units)))
@@ -170,18 +169,10 @@ def _bucket_cost(
     )
 
 
-def bucket_units(
-    costs: Costs, owners: Sequence[Hashable], parameters: Sequence[float] | None = None
-) -> tuple[range, ...]:
-    """The buckets of units with these owners; `parameters` are those of the model's units if None.
-
-    A tied embedding is a bucket of its own: the first and the last stages hold it.
-    """
-    problem = costs.problem
-    if costs.ties:
-        owners = [None, *owners[1:]]
-    sizes = unit_parameters(costs) if parameters is None else parameters
-    return group_units(owners, sizes, bucket_size=problem.bucket_size)
+def _bucket_units(costs: Costs, owners: Sequence[Hashable], sizes: Sequence[float]) -> tuple[range, ...]:
+    """The buckets of units with these owners; a tied embedding is one of its own, for last stages hold it."""
+    own = [None, *owners[1:]] if costs.ties else owners
+    return group_units(own, sizes, bucket_size=costs.problem.bucket_size)
 
 
 def half_parts(costs: Costs) -> HalfShare:
@@ -213,16 +204,6 @@ def crossing_rings(owners: Sequence[Replica]) -> Counter[str]:
     return Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
 
 
-def ring_sharers(owners: Sequence[Sequence[Replica]]) -> list[int]:
-    """For each set of owners, how many rings share the busiest NIC on the way of its own, these included, if
-    all sets reduce at once; 1 inside a node."""
-    crossing = [crossing_rings(replicas) for replicas in owners]
-    total: Counter[str] = Counter()
-    for rings in crossing:
-        total.update(rings)
-    return [max((total[node] for node in rings), default=1) for rings in crossing]
-
-
 def tied_embedding_seconds(
     costs: Costs, firsts: Sequence[Replica], lasts: Sequence[Replica], *, sharded: bool = False
 ) -> float:
@@ -234,7 +215,8 @@ def tied_embedding_seconds(
     if not lasts or costs.problem.model.lora is not None:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
-    size, sharers = costs.problem.model.embedding_parameters, ring_sharers([owners])[0]
+    size = costs.problem.model.embedding_parameters
+    sharers = max(crossing_rings(owners).values(), default=1)
     seconds = grad_reduce_seconds(costs, owners, size, sharded=sharded, sharers=sharers)
     return seconds + (weight_sync_seconds(costs, owners, size, sharers=sharers) if sharded else 0.0)
 
@@ -271,14 +253,13 @@ def weight_sync_seconds(costs: Costs, owners: Sequence[Replica], parameters: flo
     return _slowest_ring_seconds(all_gather_seconds, costs, owners, size, sharers=sharers)
 
 
-class _Collective(Protocol):
-    def __call__(
-        self, topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int
-    ) -> float: ...
-
-
 def _slowest_ring_seconds(
-    collective: _Collective, costs: Costs, owners: Sequence[Replica], num_bytes: float, *, sharers: int
+    collective: Callable[..., float],
+    costs: Costs,
+    owners: Sequence[Replica],
+    num_bytes: float,
+    *,
+    sharers: int,
 ) -> float:
     """Seconds of a collective of `num_bytes` that the owners' rings have in equal parts."""
     size = num_bytes / min(map(len, owners))

@@ -37,22 +37,33 @@ class StateShares:
 def state_shares(
     plan: Plan, cards: PlanCards, *, reduce_copy_share: float, ties: bool
 ) -> dict[tuple[int, int], StateShares]:
-    """The shares of the cards of each stage, by pipeline and stage."""
+    """The shares of the cards of each stage, by pipeline and stage.
+
+    If other owners have another tensor-parallel size, a card holds several slices of its sharded optimizer,
+    whose reduced gradients lie apart. A reduction in another dtype packs the gradients that have several
+    owners, which adds `reduce_copy_share` of these.
+    """
     if divides_experts(plan):
         return _shares_of_ranks(plan, reduce_copy_share)
-    optimizer = optimizer_shares(plan, cards)
-    packed = packed_shares(plan, cards, reduce_copy_share=reduce_copy_share, ties=ties)
-    lasting = packed_shares(plan, cards, reduce_copy_share=0.0, ties=ties) if reduce_copy_share else packed
-    return {
-        key: StateShares(
+    holders, stages = unit_holders(plan, cards), units_by_stage(plan)
+    optimizer = _optimizer_shares(plan, cards, holders)
+    reduced = _reduced_shares(plan, holders, ties=ties) if reduce_copy_share else dict.fromkeys(stages, 0.0)
+    # The slices of a unit are as many as the least common multiple of its owners' sizes.
+    slices = [math.lcm(*(len(replica) for replica in replicas)) for replicas in holders]
+    found: dict[tuple[int, int], StateShares] = {}
+    for key, units in stages.items():
+        width = len(cards[key[0]][key[1]][0])
+        apart = plan.optimizer_sharding and any(slices[u] > width for u in units)
+        lasting = optimizer[key] if apart else 0.0
+        packed = reduce_copy_share * reduced[key] + lasting
+        found[key] = StateShares(
             optimizer=optimizer[key],
-            packed=packed[key],
+            packed=packed,
             expert_optimizer=optimizer[key],
-            expert_packed=packed[key],
-            critic_packed=lasting[key],
+            expert_packed=packed,
+            critic_packed=lasting,
         )
-        for key in optimizer
-    }
+    return found
 
 
 def _shares_of_ranks(plan: Plan, reduce_copy_share: float) -> dict[tuple[int, int], StateShares]:
@@ -88,13 +99,15 @@ def _shares_of_ranks(plan: Plan, reduce_copy_share: float) -> dict[tuple[int, in
     }
 
 
-def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], float]:
+def _optimizer_shares(
+    plan: Plan, cards: PlanCards, holders: Sequence[tuple[Replica, ...]]
+) -> dict[tuple[int, int], float]:
     """The share of its units' optimizer state that a replica of a stage holds: the largest over the units, by
     pipeline and stage."""
     stages = units_by_stage(plan)
     if not plan.optimizer_sharding:
         return dict.fromkeys(stages, 1.0)
-    holders, weights = unit_holders(plan, cards), plan.optimizer_shares
+    weights = plan.optimizer_shares
     weight = {
         replica: weights[ranks[0]]
         for pipeline, row in zip(plan.pipelines, cards, strict=True)
@@ -104,32 +117,6 @@ def optimizer_shares(plan: Plan, cards: PlanCards) -> dict[tuple[int, int], floa
     totals = [math.fsum(weight[replica] for replica in replicas) for replicas in holders]
     return {
         (p, s): max((weight[cards[p][s][0]] / totals[u] for u in units), default=1.0)
-        for (p, s), units in stages.items()
-    }
-
-
-def packed_shares(
-    plan: Plan, cards: PlanCards, *, reduce_copy_share: float, ties: bool
-) -> dict[tuple[int, int], float]:
-    """The share of its gradients that each card of a stage holds twice, because their reduction runs in
-    buffers of its own; by pipeline and stage.
-
-    If other owners have another tensor-parallel size, a card holds several slices of its sharded optimizer,
-    whose reduced gradients lie apart. A reduction in another dtype packs the gradients that have several
-    owners, which adds `reduce_copy_share` of these.
-    """
-    holders, stages = unit_holders(plan, cards), units_by_stage(plan)
-    # The slices of a unit are as many as the least common multiple of its owners' sizes.
-    slices = [math.lcm(*(len(replica) for replica in replicas)) for replicas in holders]
-    shares = optimizer_shares(plan, cards)
-    reduced = _reduced_shares(plan, holders, ties=ties) if reduce_copy_share else dict.fromkeys(stages, 0.0)
-    return {
-        (p, s): reduce_copy_share * reduced[p, s]
-        + (
-            shares[p, s]
-            if plan.optimizer_sharding and any(slices[u] > len(cards[p][s][0]) for u in units)
-            else 0.0
-        )
         for (p, s), units in stages.items()
     }
 

@@ -220,21 +220,23 @@ class Costs:
     ) -> CardCosts:
         """The costs of a group: one object for all groups of these types whose links are equally fast."""
         width, hidden = len(replica), self.hidden_bytes(micro_batch_size)
-        ring = allreduce_seconds(self.topology, replica, hidden)
-        divided = _DividedTokens()
+        ring, scatter, gather = allreduce_seconds(self.topology, replica, hidden), 0.0, 0.0
         if self.problem.sequence_parallel:
-            divided = _DividedTokens(
-                scatter=reduce_scatter_seconds(self.topology, replica, hidden),
-                gather=all_gather_seconds(self.topology, replica, hidden),
-            )
-        key = (types, width, micro_batch_size, recompute, ring, divided)
+            scatter = reduce_scatter_seconds(self.topology, replica, hidden)
+            gather = all_gather_seconds(self.topology, replica, hidden)
+        key = (types, width, micro_batch_size, recompute, ring, scatter, gather)
         if key not in self.groups:
             parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
             slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
+            start = slowest.start
             self.groups[key] = replace(
                 slowest,
-                units=tuple(_with_collectives(u, ring, divided=divided) for u in slowest.units),
-                start=divided.start_of(slowest.start),
+                units=tuple(_with_collectives(u, ring, divided=(scatter, gather)) for u in slowest.units),
+                # A stage divides the hidden state that it gets, and ends with a whole one.
+                start=StageStart(
+                    forward_seconds=start.forward_seconds + gather,
+                    backward_seconds=start.backward_seconds + gather,
+                ),
             )
         return self.groups[key]
 
@@ -411,34 +413,13 @@ def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts
         yield part.units[-1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DividedTokens:
-    """Seconds of what a group that divides tokens does with a hidden state; 0 where it does not."""
-
-    scatter: float = 0.0
-    """A reduce-scatter."""
-    gather: float = 0.0
-    """An all-gather."""
-
-    def start_of(self, start: StageStart) -> StageStart:
-        """What a stage takes besides its units: it divides the hidden state, and ends with a whole one."""
-        return StageStart(
-            forward_seconds=start.forward_seconds + self.gather,
-            backward_seconds=start.backward_seconds + self.gather,
-        )
-
-
 def _with_collectives(
-    unit: UnitCost,
-    allreduce_seconds: float,
-    small: float = 0.0,
-    *,
-    divided: _DividedTokens = _DividedTokens(),  # noqa: B008
+    unit: UnitCost, allreduce_seconds: float, small: float = 0.0, divided: tuple[float, float] = (0.0, 0.0)
 ) -> UnitCost:
-    """The unit with its all-reduces, or what it does in place of them, and with a `small` one beside each of
-    the backward's."""
-    each = divided.scatter + divided.gather if unit.divides_tokens else allreduce_seconds
-    backward = unit.backward_collectives * (each + small) + unit.gathered_again * divided.gather
+    """The unit with its all-reduces, or where tokens are `divided` its reduce-scatters and all-gathers, and
+    with a `small` one beside each of the backward's."""
+    each = sum(divided) if unit.divides_tokens else allreduce_seconds
+    backward = unit.backward_collectives * (each + small) + unit.gathered_again * divided[1]
     return replace(
         unit,
         forward_seconds=unit.forward_seconds + unit.forward_collectives * each,

@@ -24,7 +24,6 @@ from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_se
 from yuan_train.planner.costs.owners import PlanCards, state_shares
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
-from yuan_train.planner.evaluate.clocks import PageTimes, PartTimes
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.messages import EdgeFlows, edge_seconds, message_flows, plan_edge_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
@@ -219,27 +218,17 @@ def _stage_times(
         )
         for is_activation in (True, False)
     )
+    parts = tuple(stage.leaving and stage.leaving.times for stage in pipeline_stages)
+    pages = tuple(stage.pages and stage.pages.times for stage in pipeline_stages)
     return StageTimes(
         forward_seconds=tuple(stage.forward_seconds for stage in pipeline_stages),
         backward_seconds=tuple(stage.backward_seconds for stage in pipeline_stages),
         weight_seconds=tuple(stage.weight_seconds for stage in pipeline_stages),
-        parts=_part_times(pipeline_stages),
-        pages=_page_times(pipeline_stages),
+        parts=parts if any(parts) else (),
+        pages=pages if any(pages) else (),
         send_activation_seconds=activation_seconds,
         send_gradient_seconds=gradient_seconds,
     )
-
-
-def _part_times(stages: Sequence[StageCost]) -> tuple[PartTimes | None, ...]:
-    if all(stage.leaving is None for stage in stages):
-        return ()
-    return tuple(None if stage.leaving is None else stage.leaving.times for stage in stages)
-
-
-def _page_times(stages: Sequence[StageCost]) -> tuple[PageTimes | None, ...]:
-    if all(stage.pages is None for stage in stages):
-        return ()
-    return tuple(None if stage.pages is None else stage.pages.times for stage in stages)
 
 
 def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_seconds: float) -> Forecast:
@@ -262,14 +251,12 @@ def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_secon
                 memory=stage.memory,
                 host_memory_bytes=stage.host_bytes,
                 disk_bytes=stage.disk_bytes,
-                stall_seconds=_stall_seconds(cost, stage),
+                # The longest that one of its workers waits for copies.
+                stall_seconds=max(
+                    cost.simulations[stage.pipeline].stall_seconds[worker]
+                    for worker in cost.workers[stage.pipeline][stage.stage]
+                ),
             )
             for stage in cost.stages
         ),
     )
-
-
-def _stall_seconds(cost: PlanCost, stage: StageCost) -> float:
-    """The longest that a worker of a stage waits for copies."""
-    waits = cost.simulations[stage.pipeline].stall_seconds
-    return max(waits[worker] for worker in cost.workers[stage.pipeline][stage.stage])

@@ -11,7 +11,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.away import AwayCost, away_cost, disk_capacity
+from yuan_train.planner.costs.away import AwayCost, away_cost
 from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.owners import StateShares
@@ -136,14 +136,8 @@ def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> 
     pipeline = plan.pipelines[p]
     pipelines = list(plan.pipelines)
     pipelines[p] = replace(pipeline, stages=(*pipeline.stages[:s], stage, *pipeline.stages[s + 1 :]))
-    return stage_cost(
-        costs,
-        replace(plan, pipelines=tuple(pipelines)),
-        old.replicas,
-        p,
-        s,
-        shares=old.shares,
-    )
+    changed = replace(plan, pipelines=tuple(pipelines))
+    return stage_cost(costs, changed, old.replicas, p, s, shares=old.shares)
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,10 @@ def stage_cost(
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
     for part in parts if divides else [replace(slowest, cards=cards)]:
         memory, capacity = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
-        memory = _without_leaving(memory, leaving, count)
+        if leaving is not None:
+            # Not where cards share experts: what they keep varies.
+            away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
+            memory = replace(memory, activations=max(0.0, memory.activations - away))
         memory = _with_pages(memory, pipeline, stage, pages, part.units.boundary_bytes)
         found = memory, capacity
         by_position[part.position] = min(found, by_position.get(part.position, found), key=_slack)
@@ -184,7 +181,9 @@ def stage_cost(
         _away_of(costs, stage, part, part.cards if divides else cards, shares, twice=twice, pages=pages)
         for part in parts
     ]
-    layer, on_host = slowest.units.layer, stage.optimizer_offload or leaving or pages
+    layer = slowest.units.layer
+    hosts = cards if stage.optimizer_offload or leaving or pages else ()
+    disks = cards if stage.optimizer_disk else ()
     return StageCost(
         pipeline=p,
         stage=s,
@@ -208,25 +207,15 @@ def stage_cost(
         positions=tuple(by_position.values()),
         host_bytes=max(away.host_bytes for away in aways)
         + sum(tier.host_bytes for tier in (leaving, pages) if tier is not None),
-        host_capacity_bytes=_host_room(costs, cards) if on_host else math.inf,
+        host_capacity_bytes=min((costs.host_of(card).memory_bytes for card in hosts), default=math.inf),
         disk_bytes=max(away.disk_bytes for away in aways),
-        disk_capacity_bytes=disk_capacity(costs, stage, cards),
+        disk_capacity_bytes=min((costs.disk_of(card).capacity_bytes for card in disks), default=math.inf),
         leaving=leaving,
         pages=pages,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
         source=slowest.units.source,
         note=slowest.units.note,
     )
-
-
-def _without_leaving(
-    memory: MemoryForecast, leaving: LeavingActivations | None, count: int
-) -> MemoryForecast:
-    """Without the activations that leave. Not where cards share experts: what they keep varies."""
-    if leaving is None:
-        return memory
-    away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
-    return replace(memory, activations=max(0.0, memory.activations - away))
 
 
 def _away_of(
@@ -243,10 +232,6 @@ def _away_of(
     traffic = STATE_BYTES[costs.problem.precision].update_traffic
     owned = _owned_parameters(part, shares, twice=twice) - (0 if pages is None else pages.parameters)
     return away_cost(costs, stage, cards, owned, card_seconds=traffic / part.units.update_bytes_per_second)
-
-
-def _host_room(costs: Costs, cards: Sequence[Card]) -> float:
-    return min(costs.host_of(card).memory_bytes for card in cards)
 
 
 def _parts(
@@ -428,16 +413,9 @@ def _combined_memory(
             peak = max(peak, alive)
         elif step.kind == last:
             alive -= per_micro_batch[step.stage]
-    return MemoryForecast(
-        parameters=math.fsum(part.parameters for part in parts),
-        gradients=math.fsum(part.gradients for part in parts),
-        optimizer=math.fsum(part.optimizer for part in parts),
-        activations=peak,
-        logits=math.fsum(part.logits for part in parts),
-        buffers=math.fsum(part.buffers for part in parts),
-        reserved=parts[0].reserved,
-        # A stage without layers has no critic either.
-        critic=None
-        if all(part.critic is None for part in parts)
-        else math.fsum(part.critic or 0.0 for part in parts),
-    )
+    names = ("parameters", "gradients", "optimizer", "logits", "buffers")
+    sums = {name: math.fsum(getattr(part, name) for part in parts) for name in names}
+    # A stage without layers has no critic either.
+    critics = [part.critic for part in parts if part.critic is not None]
+    critic = math.fsum(critics) if critics else None
+    return MemoryForecast(**sums, activations=peak, reserved=parts[0].reserved, critic=critic)

@@ -29,26 +29,17 @@ from yuan_train.schedule.copies import (
 )
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
 from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, make_schedule
-from yuan_train.schedule.step import RankProgram, Schedule, Workers
+from yuan_train.schedule.step import RankProgram, Workers
 
 
 class _Shape(NamedTuple):
-    """What makes the programs of a pipeline."""
+    """What makes the programs of a pipeline: as `make_schedule` takes it."""
 
     schedule: ScheduleName
     workers: Workers
     num_micro_batches: int
     in_flight: tuple[int, ...] | None
     group: int
-
-    def programs(self) -> Schedule:
-        return make_schedule(
-            self.schedule,
-            workers=self.workers,
-            num_micro_batches=self.num_micro_batches,
-            in_flight=self.in_flight,
-            group=self.group,
-        )
 
 
 def _shape_of(plan: Plan, pipeline: PipelinePlan) -> _Shape:
@@ -85,24 +76,24 @@ def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Repli
     link = min(costs.host_of(card).link_bytes_per_second for card in replica)
     programs = _programs(plan, p)
     peaks = [kept_bytes(programs[worker], {s: held}) for worker in pipeline.workers[s]]
-    forward, backward = ([getattr(part, name) for part in parts] for name in _SECONDS)
-    # Embedding and head belong to the parts at the ends.
-    for seconds, name in ((forward, _SECONDS[0]), (backward, _SECONDS[1])):
-        seconds[0] += getattr(units.started[0], name) if stage.embedding else 0.0
-        seconds[-1] += getattr(units.started[-1], name) if stage.head else 0.0
+
+    def seconds(name: str) -> tuple[float, ...]:
+        # Embedding and head belong to the parts at the ends.
+        found = [getattr(part, name) for part in parts]
+        found[0] += getattr(units.started[0], name) if stage.embedding else 0.0
+        found[-1] += getattr(units.started[-1], name) if stage.head else 0.0
+        return tuple(found)
+
     return LeavingActivations(
         times=PartTimes(
-            forward_seconds=tuple(forward),
-            backward_seconds=tuple(backward),
+            forward_seconds=seconds("forward_seconds"),
+            backward_seconds=seconds("backward_seconds"),
             copy_seconds=tuple(size / link for size in held),
         ),
         bytes_per_micro_batch=sum(held),
         card_bytes=max(card for card, _ in peaks),
         host_bytes=max(host for _, host in peaks),
     )
-
-
-_SECONDS = ("forward_seconds", "backward_seconds")
 
 
 def pipeline_copies(plan: Plan, p: int) -> Mapping[int, Groups]:
@@ -153,7 +144,7 @@ class TooFewResidentInPlan(PlanError):
 @functools.lru_cache(maxsize=64)
 def _with_copies(shape: _Shape, offloads: tuple[tuple[int, Offload], ...]) -> dict[int, RankProgram]:
     found: dict[int, RankProgram] = {}
-    for worker, program in enumerate(shape.programs()):
+    for worker, program in enumerate(make_schedule(**shape._asdict())):
         own = {stage: offload for stage, offload in offloads if worker in shape.workers[stage]}
         if own:
             found[worker] = with_copies(program, own)
@@ -237,7 +228,7 @@ def pipeline_pages(plan: Plan, p: int) -> Mapping[int, PagedGroups]:
 
 @functools.lru_cache(maxsize=64)
 def _with_pages(shape: _Shape, pagings: tuple[Paging | None, ...]) -> dict[int, PagedGroups]:
-    programs = shape.programs()
+    programs = make_schedule(**shape._asdict())
     return {
         shape.workers[stage][0]: by_group(with_pages(programs[shape.workers[stage][0]], paging))
         for stage, paging in enumerate(pagings)

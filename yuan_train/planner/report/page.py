@@ -106,22 +106,17 @@ Drawing = tuple[int, int, str, list[str]]
 
 def _cluster_drawing(result: SearchResult, problem: PlanProblem) -> Drawing:
     """Nodes as rows of cards; each card with the stage that it runs, idle ones dashed."""
-    cluster, working = (
-        problem.cluster,
-        {card.name: stage for stage in result.best.cost.stages for card in stage.cards},
-    )
+    cluster = problem.cluster
+    working = {card.name: stage for stage in result.best.cost.stages for card in stage.cards}
     rows: list[str] = []
     y = 0
     for node, group in cluster.groups.items():
         cards = [card for card in cluster.cards if card.node == node]
         cards_of_types = " + ".join(f"{n} x {name}" for name, n in Counter(group.types).items())
         words = f"{node}: {cards_of_types}"
-        if group.link:
-            words += f", inside {group.link.bandwidth / 1e9:.3g} GB/s {show_seconds(group.link.latency)}"
-        if group.network:
-            words += (
-                f", network {group.network.bandwidth / 1e9:.3g} GB/s {show_seconds(group.network.latency)}"
-            )
+        for where, link in (("inside", group.link), ("network", group.network)):
+            if link is not None:
+                words += f", {where} {link.bandwidth / 1e9:.3g} GB/s {show_seconds(link.latency)}"
         rows.append(f'<text x="0" y="{y + 12}">{escape(words)}</text>')
         for i, card in enumerate(cards):
             x, top = 130 * (i % 8), y + 18 + 42 * (i // 8)
@@ -144,18 +139,7 @@ def _cluster_drawing(result: SearchResult, problem: PlanProblem) -> Drawing:
 
 
 def _stages_html(best: Candidate) -> str:
-    head = (
-        "pipeline",
-        "stage",
-        "card",
-        "layers",
-        "forward",
-        "backward",
-        "peak",
-        "of the card's",
-        "limited by",
-        "source",
-    )
+    times = ("forward", "backward", "peak", "of the card's", "limited by", "source")
     rows = [
         (
             str(stage.pipeline),
@@ -171,7 +155,7 @@ def _stages_html(best: Candidate) -> str:
         )
         for stage in best.cost.stages
     ]
-    return table(head, rows)
+    return table(("pipeline", "stage", "card", "layers", *times), rows)
 
 
 def _memory_drawing(cost: PlanCost) -> Drawing:
@@ -244,30 +228,23 @@ def _timeline_drawing(cost: PlanCost) -> Drawing:
 def _timeline_rows(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
     """The SVG shapes of each worker's row: a background bar, the waits, then forwards and backwards, a path
     each."""
-    num_workers = len(simulation.busy_seconds)
-    boxes: list[dict[str, list[tuple[float, float]]]] = [
-        {"f": [], "b": [], "wait": []} for _ in range(num_workers)
-    ]
-    last_end: list[float | None] = [None] * num_workers
+    boxes: list[dict[str, list[str]]] = [{"wait": [], "f": [], "b": []} for _ in simulation.busy_seconds]
+    ends: dict[int, float] = {}
     for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True):
         if operation.peer >= 0:
             continue
         worker = operation.worker
-        previous = last_end[worker]
-        if previous is not None and start > previous:
-            boxes[worker]["wait"].append((previous, start))
-        boxes[worker][operation.kind[0]].append((start, end))
-        last_end[worker] = end
-    result: list[str] = []
-    for row in boxes:
-        text = f'<rect class="rest" width="{step_seconds * scale:.2f}" height="16"/>'
-        for name in ("wait", "f", "b"):
-            path = "".join(
-                f"M{a * scale:.2f} 0h{(b - a) * scale:.2f}v16h{(a - b) * scale:.2f}z" for a, b in row[name]
-            )
-            text += f'<path class="{name}" d="{path}"/>'
-        result.append(text)
-    return result
+        spans = {"wait": (ends.get(worker, start), start), operation.kind[0]: (start, end)}
+        for name, (a, b) in spans.items():
+            if name != "wait" or b > a:
+                box = f"M{a * scale:.2f} 0h{(b - a) * scale:.2f}v16h{(a - b) * scale:.2f}z"
+                boxes[worker][name].append(box)
+        ends[worker] = end
+    rest = f'<rect class="rest" width="{step_seconds * scale:.2f}" height="16"/>'
+    return [
+        rest + "".join(f'<path class="{name}" d="{"".join(own)}"/>' for name, own in row.items())
+        for row in boxes
+    ]
 
 
 def _runners_up_html(result: SearchResult) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.units import show_seconds
+from yuan_train.planner.report.answer import values_of
 from yuan_train.planner.search.bounds import Bound
 from yuan_train.planner.search.what_if import LIMITS, Change, Rent, Rented
 
@@ -37,11 +38,8 @@ def bound_values(bound: Bound | None) -> dict[str, Any] | None:
     """The same for --json; None if the plan is proven fastest."""
     if bound is None:
         return None
-    return {
-        "seconds": bound.seconds,
-        "schedules": list(bound.schedules),
-        "micro_batch_sizes": list(bound.sizes),
-    }
+    sizes = list(bound.sizes)
+    return {"seconds": bound.seconds, "schedules": list(bound.schedules), "micro_batch_sizes": sizes}
 
 
 def rent_lines(rent: Rent) -> list[str]:
@@ -63,15 +61,9 @@ def rent_lines(rent: Rent) -> list[str]:
 
 def rent_values(rent: Rent) -> list[dict[str, Any]]:
     """The Pareto list for --json."""
+    figures = ("step_seconds", "price_per_hour", "price_per_step", "tokens_per_price")
     return [
-        {
-            "left_out": list(part.left_out),
-            "step_seconds": part.step_seconds,
-            "price_per_hour": part.price_per_hour,
-            "price_per_step": part.price_per_step,
-            "tokens_per_price": part.tokens_per_price,
-            "chosen": part is rent.chosen,
-        }
+        {"left_out": list(part.left_out), **values_of(part, *figures), "chosen": part is rent.chosen}
         for part in rent.pareto
     ]
 
@@ -86,27 +78,14 @@ def _names(nodes: Sequence[str]) -> str:
 
 def change_lines(changes: Sequence[Change]) -> list[str]:
     """What limits the plan and what would help most, then each change with its gain."""
-    helpful = [change for change in changes if change.gain > LEAST_GAIN and change.limit != "cards"]
-    if helpful:
-        first = helpful[0]
+    head = "limited by the cards themselves: no other change would gain 0.1 %"
+    first = next((own for own in changes if own.gain > LEAST_GAIN and own.limit != "cards"), None)
+    if first is not None:
         head = f"limited most by {LIMITS[first.limit]}: {first.what} would gain {first.gain:.1%}"
-    else:
-        head = "limited by the cards themselves: no other change would gain 0.1 %"
-    lines = [head]
-    for change in changes:
-        words = "no plan fits" if change.tokens_per_second is None else f"{change.gain:+.1%}"
-        lines.append(f"{change.what}: {words}")
-    return lines
+    gains = (f"{own.gain:+.1%}" if own.tokens_per_second is not None else "no plan fits" for own in changes)
+    return [head, *(f"{own.what}: {gain}" for own, gain in zip(changes, gains, strict=True))]
 
 
 def change_values(changes: Sequence[Change]) -> list[dict[str, Any]]:
     """The same for --json."""
-    return [
-        {
-            "change": change.what,
-            "limit": change.limit,
-            "tokens_per_second": change.tokens_per_second,
-            "gain": change.gain,
-        }
-        for change in changes
-    ]
+    return [{"change": own.what, **values_of(own, "limit", "tokens_per_second", "gain")} for own in changes]
