@@ -110,29 +110,22 @@ class EngineRates:
         A group of slots runs whole, however many of them are in use.
         """
         context = self.load.prompt_tokens + self.load.expected_new_tokens / 2
-        groups = min(engine.num_groups, -(-slots // engine.slots_per_group))
         per_group = engine.slots_per_group
+        groups = min(engine.num_groups, -(-slots // per_group))
         seconds = tuple(
             self.decoder.round_seconds(stage, slots=per_group, context=context) for stage in engine.stages
         )
         if len(seconds) == 1:
             return groups * seconds[0]
-        return self._pipelined(engine, seconds, per_group, groups)
-
-    def _pipelined(
-        self, engine: EnginePlan, seconds: tuple[float, ...], per_group: int, groups: int
-    ) -> float:
-        """The forward-only lane of a round, and the tokens' way back to the first stage."""
+        # The forward-only lane of a round, and the tokens' way back to the first stage.
         hidden = float(per_group * self.load.model.hidden_size * ELEMENT_BYTES[self.load.precision])
-        routes = [
-            find_route(self.topology, a.cards[0], b.cards[0]) for a, b in itertools.pairwise(engine.stages)
-        ]
-        sends = tuple(message_seconds(route, hidden) for route in routes)
+        pairs = itertools.pairwise(stage.cards[0] for stage in engine.stages)
+        routes = [find_route(self.topology, a, b) for a, b in pairs]
         zeros = (0.0,) * len(seconds)
         times = StageTimes(
             forward_seconds=seconds,
             backward_seconds=zeros,
-            send_activation_seconds=sends,
+            send_activation_seconds=tuple(message_seconds(route, hidden) for route in routes),
             send_gradient_seconds=zeros[1:],
         )
         workers = one_worker_each(len(seconds))
@@ -141,17 +134,14 @@ class EngineRates:
 
     def prefill(self, engine: EnginePlan, prompts: int) -> float:
         """Seconds that so many prompts take from the rounds: the slowest stage's, group by group."""
-        at_once = min(-(-engine.slots_per_group // self.load.group), prompts)
+        at_once, tokens = min(-(-engine.slots_per_group // self.load.group), prompts), self.load.prompt_tokens
         full, rest = divmod(prompts, at_once)
-        return sum(
-            count
-            * max(
-                self.decoder.prefill_seconds(stage, tokens=self.load.prompt_tokens, prompts=size)
-                for stage in engine.stages
-            )
-            for count, size in ((full, at_once), (1, rest))
-            if size
-        )
+
+        def seconds(size: int) -> float:
+            own = (self.decoder.prefill_seconds(s, tokens=tokens, prompts=size) for s in engine.stages)
+            return max(own)
+
+        return full * seconds(at_once) + (seconds(rest) if rest else 0.0)
 
     def samples_per_second(self, engine: EnginePlan) -> float:
         """With all slots in use: each is refilled when its sample ends."""
@@ -160,10 +150,8 @@ class EngineRates:
     def wave_seconds(self, engine: EnginePlan, slots: int) -> float:
         """Seconds of `slots` samples of mean length that begin together; the first token of each is drawn
         where its prompt is read."""
-        prompts = -(-slots // self.load.group)
-        return (self.load.expected_new_tokens - 1) * self.rounds(engine, slots) + self.prefill(
-            engine, prompts
-        )
+        rounds = (self.load.expected_new_tokens - 1) * self.rounds(engine, slots)
+        return rounds + self.prefill(engine, -(-slots // self.load.group))
 
     def batch_seconds(self, engine: EnginePlan, samples: int) -> float:
         """Seconds of so many samples on an engine that begins and ends empty: full waves, the rest, and the
@@ -213,11 +201,9 @@ class Generation:
     @cached_property
     def engine_batch_seconds(self) -> tuple[float, ...]:
         """The same of each engine, which gets whole prompts."""
-        counts = deal(self.rates.load.prompts, self.shares)
-        group = self.rates.load.group
+        counts, group = deal(self.rates.load.prompts, self.shares), self.rates.load.group
         return tuple(
-            self.rates.batch_seconds(engine, group * count)
-            for engine, count in zip(self.engines, counts, strict=True)
+            self.rates.batch_seconds(e, group * n) for e, n in zip(self.engines, counts, strict=True)
         )
 
 
@@ -246,15 +232,13 @@ def with_slots(
     `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included.
     """
     group = rates.load.group
-
-    free = [_free_bytes(rates, stage, held_bytes[s : s + 1]) for s, stage in enumerate(stages)]
-    writings = list(map(rates.writing, stages))
+    rooms = [
+        (_free_bytes(rates, stage, held_bytes[s : s + 1]), rates.writing(stage))
+        for s, stage in enumerate(stages)
+    ]
 
     def fitting(groups: int) -> int:
-        return min(
-            most_slots(bytes_, own, limit=limit, num_groups=groups)
-            for bytes_, own in zip(free, writings, strict=True)
-        )
+        return min(most_slots(free, own, limit=limit, num_groups=groups) for free, own in rooms)
 
     groups = max(num_groups(len(stages), limit // group), 1)
     slots = fitting(groups)
@@ -393,10 +377,6 @@ def sync_bytes(model: ModelConfig, engines: Sequence[EnginePlan], precision: Pre
     e = ELEMENT_BYTES[precision]
     table = [p for p in layer_table(model) if is_trained(model, p.name)]
     whole = sum(p.size for p in table if p.sharding in ("whole", "head_norm") or is_whole_adapter(p))
-    return float(
-        sum(
-            e * (sent_parameters(model, stage) + (stage.width - 1) * stage.num_layers * whole)
-            for engine in engines
-            for stage in engine.stages
-        )
-    )
+    stages = [stage for engine in engines for stage in engine.stages]
+    sent = (e * (sent_parameters(model, own) + (own.width - 1) * own.num_layers * whole) for own in stages)
+    return float(sum(sent))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card, Cluster, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.memory import scoring_bytes
@@ -204,31 +204,22 @@ def _reference_bytes(problem: RolesProblem, stage: StageCost) -> float:
 def _with_rows(plan: Plan, rows: int) -> Plan:
     """The plan with lanes of fewer micro-batches, at least one for each replica of a stage."""
     share = rows / plan.global_batch_size
-    pipelines = tuple(
-        replace(
-            pipeline,
-            num_micro_batches=max(
-                math.ceil(pipeline.num_micro_batches * share), *(len(s.replicas) for s in pipeline.stages), 1
-            ),
-        )
-        for pipeline in plan.pipelines
-    )
+    pipelines: list[PipelinePlan] = []
+    for own in plan.pipelines:
+        count = max(math.ceil(own.num_micro_batches * share), *(len(s.replicas) for s in own.stages), 1)
+        pipelines.append(replace(own, num_micro_batches=count))
     total = sum(pipeline.num_sequences for pipeline in pipelines)
-    return replace(plan, pipelines=pipelines, global_batch_size=total)
+    return replace(plan, pipelines=tuple(pipelines), global_batch_size=total)
 
 
 def _forward_seconds(plan: Plan, cost: PlanCost, rows: int) -> float:
     """Of a forward-only lane over all rows: the slowest pipeline's."""
-    found: list[float] = []
+    latest = 0.0
     packed = _with_rows(plan, rows) if rows < plan.global_batch_size else plan
     for pipeline, times, workers in zip(packed.pipelines, cost.times, cost.workers, strict=True):
         lane = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
-        found.append(_last_forward(simulate(lane, times, workers=workers).spans))
-    return max(found)
-
-
-def _last_forward(spans: Sequence[tuple[float, float]]) -> float:
-    return max(end for _, end in spans)
+        latest = max(latest, *(end for _, end in simulate(lane, times, workers=workers).spans))
+    return latest
 
 
 # --- a reward model --------------------------------------------------------------------------------------
@@ -360,14 +351,18 @@ def place(
     staleness = problem.staleness if mode == "async" else 0
 
     def played(staleness: int) -> Play:
+        """Engines begin each batch empty; with staleness, they take new weights between two while the policy
+        goes on. In flight they are never empty, and draw as many prompts as each can answer."""
         score = problem.function_seconds + (reward.scoring_seconds if reward else 0.0)
         stops = moved if staleness else 0.0
-        times = _flow_times(
-            policy, generation, score, moved, stops=stops, shared=shared, in_flight=problem.in_flight
-        )
-        return play(
-            times, staleness=staleness, shared=shared, scores_apart=reward is not None and reward.apart
-        )
+        generate = tuple(seconds + stops for seconds in generation.engine_batch_seconds)
+        if shared:
+            generate = (generation.batch_seconds,)
+        elif stops and problem.in_flight:
+            generate = (generation.steady_seconds + stops,) * len(generation.engines)
+        times = FlowTimes(generate=generate, score=score, train=policy.training_seconds, publish=moved)
+        apart = reward is not None and reward.apart
+        return play(times, staleness=staleness, shared=shared, scores_apart=apart)
 
     sync = played(0)
     return Placement(
@@ -385,24 +380,3 @@ def place(
         sync_mode_seconds=sync.step_seconds,
         play=played(staleness) if staleness else sync,
     )
-
-
-def _flow_times(
-    policy: PolicyWork,
-    generation: Generation,
-    score: float,
-    moved: float,
-    *,
-    stops: float,
-    shared: bool,
-    in_flight: bool,
-) -> FlowTimes:
-    """Engines begin each batch empty; with staleness, they take new weights between two while the policy goes
-    on. In flight they are never empty, and draw as many prompts as each can answer."""
-    if shared:
-        generate = (generation.batch_seconds,)
-    elif stops and in_flight:
-        generate = (generation.steady_seconds + stops,) * len(generation.engines)
-    else:
-        generate = tuple(seconds + stops for seconds in generation.engine_batch_seconds)
-    return FlowTimes(generate=generate, score=score, train=policy.training_seconds, publish=moved)

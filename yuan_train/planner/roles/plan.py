@@ -283,36 +283,27 @@ def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seco
 
 def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
     """Bytes on the cards of every stage of every role; of shared cards, training and generation."""
-    generation = placement.generation
-    policy: list[RoleMemory] = []
+    generation, reward = placement.generation, placement.reward
+    found: dict[str, list[RoleMemory]] = {"policy": []}
+
+    def add(role: str, p: int, s: int, own: dict[str, float], peak: float | None = None) -> None:
+        peak = math.fsum(own.values()) if peak is None else peak
+        memory = RoleMemory(pipeline=p, stage=s, peak_memory_bytes=peak, categories=own)
+        found.setdefault(role, []).append(memory)
+
     for stage in placement.policy.cost.stages:
-        categories = stage.memory.categories
-        peak = stage.memory.total
+        categories, peak = stage.memory.categories, stage.memory.total
         if placement.shared:
-            engine = generation.engines[stage.pipeline]
-            own = engine_memory(generation.rates, engine)[stage.stage]
-            drawing = stage.memory.lasting + own["slots"] + own["buffers"]
+            own = engine_memory(generation.rates, generation.engines[stage.pipeline])[stage.stage]
             categories["slots"] = own["slots"]
-            peak = max(peak, drawing)
-        policy.append(
-            RoleMemory(
-                pipeline=stage.pipeline, stage=stage.stage, peak_memory_bytes=peak, categories=categories
-            )
-        )
-    found = {"policy": tuple(policy)}
-    if not placement.shared:
-        found["generation"] = tuple(
-            RoleMemory(pipeline=e, stage=s, peak_memory_bytes=math.fsum(own.values()), categories=own)
-            for e, engine in enumerate(generation.engines)
-            for s, own in enumerate(engine_memory(generation.rates, engine))
-        )
-    if placement.reward is not None:
-        own = placement.reward.memory
-        found["reward"] = tuple(
-            RoleMemory(pipeline=p, stage=0, peak_memory_bytes=math.fsum(own.values()), categories=own)
-            for p in range(len(placement.reward.groups))
-        )
-    return found
+            peak = max(peak, stage.memory.lasting + own["slots"] + own["buffers"])
+        add("policy", stage.pipeline, stage.stage, categories, peak)
+    for e, engine in enumerate(() if placement.shared else generation.engines):
+        for s, own in enumerate(engine_memory(generation.rates, engine)):
+            add("generation", e, s, own)
+    for p in range(len(reward.groups) if reward else 0):
+        add("reward", p, 0, reward.memory if reward else {})
+    return {role: tuple(own) for role, own in found.items()}
 
 
 # --- plans -----------------------------------------------------------------------------------------------

@@ -92,7 +92,9 @@ def is_wanted(plan: Plan, options: Options) -> bool:
     run it."""
     if not _keeps_keys(plan, options) or next(validate_plan(plan), None) is not None:
         return False
-    spared = _has_pages(plan) or divides_experts(plan)
+    # With pages of a host no state is sharded.
+    pages = any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
+    spared = pages or divides_experts(plan)
     if True in options.sharded and not spared and unlike_owners(plan) is not None:
         return False
     return not options.expressible or is_expressible(plan)
@@ -113,11 +115,6 @@ def _keeps_keys(plan: Plan, options: Options) -> bool:
     )
 
 
-def _has_pages(plan: Plan) -> bool:
-    """Whether layers are pages of a host, with which no state is sharded."""
-    return any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
-
-
 def beside_cards(plan: Plan) -> int:
     """How much of the engine beside the cards a plan uses: 0 nothing, 1 optimizer state on hosts, 2
     activations too, 3 pages of parameters or disks."""
@@ -133,18 +130,12 @@ def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by `_text`. The
     fastest that uses no more beside the cards than some number (`beside_cards`) stays, however slow."""
 
-    def seconds(candidate: Candidate) -> float:
-        return candidate.step_seconds
-
-    ordered = sorted(candidates, key=seconds)
+    ordered = sorted(candidates, key=lambda c: c.step_seconds)
     finalists = ordered[:MAX_FINALISTS]
     for candidate in ordered[MAX_FINALISTS:]:
         if beside_cards(candidate.plan) < min(beside_cards(one.plan) for one in finalists):
             finalists.append(candidate)
-    return sorted(
-        finalists,
-        key=lambda c: (float(f"{seconds(c):.8e}"), len(c.plan.ranks), _text(c.plan)),
-    )
+    return sorted(finalists, key=lambda c: (float(f"{c.step_seconds:.8e}"), len(c.plan.ranks), _text(c.plan)))
 
 
 def _text(plan: Plan) -> str:

@@ -92,14 +92,9 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         wanted = draft_space(options, costs.problem)
         pools = search_space(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards)
         # Those that keep to the cards may be preferred to faster ones.
-        most = NUM_JUDGED, NUM_JUDGED_BESIDE
-        near = [
-            own
-            for pool, n in zip(pools, most, strict=True)
-            for own in pool[:n]
-            if own[0] <= NEAR * pool[0][0]
-        ]
-        plans = (plan_of(tables, draft) for _, draft in near)
+        tops = (pool[:n] for pool, n in zip(pools, (NUM_JUDGED, NUM_JUDGED_BESIDE), strict=True))
+        near = [draft for top in tops for step, draft in top if step <= NEAR * top[0][0]]
+        plans = (plan_of(tables, draft) for draft in near)
         if options.offload_disk:
             plans = (with_disks(costs, plan) for plan in plans)
         found += [one for plan in plans if (one := judge(space, plan)) is not None]
@@ -120,11 +115,8 @@ def draft_of_shape(tables: Tables, shape: Shape) -> DraftTable | None:
         rows.append(row)
     if shape.micro_batch_size not in tables.sizes:
         return None
-    size, count, stages = (
-        tables.sizes.index(shape.micro_batch_size),
-        shape.num_micro_batches,
-        len(shape.slots),
-    )
+    size, stages = tables.sizes.index(shape.micro_batch_size), len(shape.slots)
+    count = shape.num_micro_batches
     lines = [PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
     draft = DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
     draft.num_pipelines, draft.num_stages = len(lines), len(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
@@ -13,15 +13,20 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, rank
 from yuan_train.planner.search.drafts import FEW_CARDS, search_drafts
+from yuan_train.planner.search.expert_groups import expert_plans, may_divide_experts
 from yuan_train.planner.search.islands import search_islands
-from yuan_train.planner.search.prove import NOTHING_PROVEN, Proof, is_provable, prove_shapes
+from yuan_train.planner.search.local import half_layer_plans
+from yuan_train.planner.search.paged import check_pages, paged_plans
+from yuan_train.planner.search.prove import NOTHING_PROVEN, is_provable, prove_shapes
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, wanted_shapes
-from yuan_train.planner.search.special import check_special, may_be_special, with_special_plans
 
 LISTING_SHARE = 1 / 2
 """Of the time, for listing the shapes; what is not listed by then is not searched."""
+SPECIAL = (expert_plans, alternating_plans, half_layer_plans, paged_plans)
+"""Plans that the compiled core does not price, each kind found from the plans that are known so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ def find_plans(
     """The space, and its fastest plans: of many cards as islands, else of the shapes and beside them. Raises
     ConfigError if the search keys allow none."""
     space = Space(costs, cards, options, limit)
-    check_special(space)
+    check_pages(costs.problem, options)
     large = rank(search_islands(space))
     shapes, has_all = _list_shapes(space, most=1 if large else None)
     none = Plans(shapes=shapes, has_all_shapes=has_all, ranked=(), num_simulated=0, any_fits=False)
@@ -61,8 +66,11 @@ def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
     if no shape is allowed."""
     problem = space.costs.problem
     wanted = wanted_shapes(space.cards, space.options, global_batch_size=problem.global_batch_size)
-    listed = itertools.islice(wanted, most)
-    shapes = list(_while_time(listed, lambda: space.limit.is_over(LISTING_SHARE)))
+    shapes: list[Shape] = []
+    for shape in itertools.islice(wanted, most):
+        shapes.append(shape)
+        if space.limit.is_over(LISTING_SHARE):
+            break
     has_all_shapes = next(wanted, None) is None
     if space.options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
@@ -73,51 +81,37 @@ def _search(space: Space, none: Plans) -> Plans:
     """The fastest plans of the listed shapes and beside them, proven where that is within reach."""
     drafts = search_drafts(space, none.shapes)
     ranked = rank(drafts.candidates)
-    proof = _prove(space, none, ranked)
+    proof = NOTHING_PROVEN
+    provable = none.has_all_shapes and is_provable(none.shapes, space.cards)
+    if provable and not space.options.offload_disk and not _has_unproven(space):
+        least = ranked[0].step_seconds if ranked else math.inf
+        proof = prove_shapes(space, none.shapes, best_seconds=least)
     if proof.exact:
         ranked = rank([*ranked, *proof.found])
         lowest = min((one.step_seconds for one in proof.found), default=math.inf)
         return replace(
             none, ranked=ranked, num_simulated=proof.num_priced, lowest=lowest, any_fits=bool(ranked)
         )
-    ranked = with_special_plans(space, ranked)
+    for find in SPECIAL:
+        ranked = rank([*ranked, *find(space, ranked)])
     any_fits = drafts.any_fits or bool(ranked)
     return replace(none, ranked=ranked, num_simulated=drafts.num_priced, any_fits=any_fits)
 
 
-def _prove(space: Space, listed: Plans, known: Sequence[Candidate]) -> Proof:
-    """What is proven of the known plans, where a proof may stand."""
-    provable = listed.has_all_shapes and is_provable(listed.shapes, space.cards)
-    if space.options.offload_disk or not provable or _has_unproven(space):
-        return NOTHING_PROVEN
-    least = known[0].step_seconds if known else math.inf
-    return prove_shapes(space, listed.shapes, best_seconds=least)
-
-
-def _while_time(shapes: Iterator[Shape], is_over: Callable[[], bool]) -> Iterator[Shape]:
-    """The shapes, the first one at least, until the time for them is over."""
-    for shape in shapes:
-        yield shape
-        if is_over():
-            return
-
-
 def _has_unproven(space: Space) -> bool:
-    """Whether plans that no proof covers are among the searched ones."""
+    """Whether plans that no proof covers are among the searched ones: mixed pipelines, or special ones."""
     options = space.options
-    proven = options.schedules, options.micro_batch_sizes
-    return (
-        _may_mix(options, space.cards)
-        or (options.all_schedules, options.all_sizes) != proven
-        or "interleaved_1f1b" in options.all_schedules
-        or may_be_special(space)
-    )
-
-
-def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
-    """Whether mixed pipelines, which no proof covers, are among the searched plans."""
     several = options.pipelines is None or max(options.pipelines) > 1
-    return several and options.num_micro_batches is None and len(cards) > 1 and not options.expressible
+    may_mix = several and options.num_micro_batches is None and len(space.cards) > 1
+    return (
+        (may_mix and not options.expressible)
+        or options.all_schedules != options.schedules
+        or options.all_sizes != options.micro_batch_sizes
+        or "interleaved_1f1b" in options.all_schedules
+        or options.half_layers
+        or options.offload_parameters
+        or may_divide_experts(space)
+    )
 
 
 def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:

@@ -33,7 +33,7 @@ from yuan_train.planner.search.simplicity import keep_to_cards, passed_over, pre
 BRIEF = 1 / 8
 """Of the effort, what a search that is not thorough takes."""
 CLOSING_SECONDS_PER_CARD = 2e-4
-"""Of a time limit; costing and checking one plan takes about that."""
+"""Kept of a time limit to cost, check and report one plan."""
 NO_VIRTUAL_STAGES = (
     "no plan fits search.schedule: no plan that fits can have virtual stages; each pipeline must have two "
     "stages or more, and each of these two layers or more. Add 1f1b to search.schedule, or allow fewer cards"
@@ -78,7 +78,7 @@ def _search(
     problem: PlanProblem, options: Options, *, time_limit: float, clock: Callable[[], float]
 ) -> SearchResult:
     """The same in one space, in which groups divide tokens or do not."""
-    closing = _closing_seconds(len(problem.cluster.cards), time_limit)
+    closing = min(CLOSING_SECONDS_PER_CARD * len(problem.cluster.cards), time_limit / 2)
     limit = TimeLimit(clock, clock(), time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
     space, plans = find_plans(make_costs(problem), cards, options, limit)
@@ -91,6 +91,7 @@ def _search(
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
     even, no_even = even_split(space, plans, best)
+    notes = notes_of(space.costs, best.cost)
     return SearchResult(
         best=best,
         runners_up=runners_up(ranked),
@@ -102,21 +103,22 @@ def _search(
         exact=exact,
         stopped=limit.is_over(),
         num_simulated=plans.num_simulated,
-        notes=(
-            *notes_of(space.costs, best.cost),
-            *passed_over(best, faster),
-            *simplicity_note(best, kept[0]),
-        ),
+        notes=(*notes, *passed_over(best, faster), *simplicity_note(best, kept[0])),
     )
 
 
 def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, thorough: bool) -> Options:
+    """The search keys for a problem. Of sizes those count that its profile has of every type of card."""
+    entries = problem.profile.entries if problem.profile else ()
+    sizes: dict[str, set[int]] = {}
+    for entry in entries:
+        sizes.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
     options = read_options(
         search,
         micro_batch_size=micro_batch_size,
         model=problem.model,
-        measured_widths=_widths(problem),
-        measured_sizes=_sizes(problem),
+        measured_widths=tuple(sorted({entry.tensor_parallel for entry in entries})),
+        measured_sizes=tuple(sorted(set[int].intersection(*sizes.values()))) if sizes else (),
         num_cards=len(problem.cluster.cards),
     )
     if problem.profile is not None and problem.profile.is_whole:
@@ -153,25 +155,6 @@ def _bounded(
         return True, min(lowest, best), None
     bound = lower_bound(costs, space.cards, space.options)
     return False, min(bound.seconds, best), bound
-
-
-def _closing_seconds(num_cards: int, time_limit: float) -> float:
-    """What is kept of the time limit to cost, check and report a plan of so many cards."""
-    return min(CLOSING_SECONDS_PER_CARD * num_cards, time_limit / 2)
-
-
-def _widths(problem: PlanProblem) -> tuple[int, ...]:
-    """Tensor-parallel widths that the profile has measured; none without a profile."""
-    entries = problem.profile.entries if problem.profile else ()
-    return tuple(sorted({entry.tensor_parallel for entry in entries}))
-
-
-def _sizes(problem: PlanProblem) -> tuple[int, ...]:
-    """Micro-batch sizes that the profile has measured on every type of card; none without a profile."""
-    measured: dict[str, set[int]] = {}
-    for entry in problem.profile.entries if problem.profile else ():
-        measured.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
-    return tuple(sorted(set[int].intersection(*measured.values()))) if measured else ()
 
 
 def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
