@@ -200,13 +200,14 @@ def test_a_missing_card_is_estimated_and_the_note_says_so():
 
 def test_slowdown_multiplies_estimates_but_not_measurements():
     slow = replace(CARD, slowdown=3.0)
-    rows = TokenRows(1, 128, "fp32")
-    arguments = {"recompute": "none", "type_name": "Card"}
-    fast_units = card_costs(MODEL, rows, **arguments, device=CARD, profile=None).units
-    slow_units = card_costs(MODEL, rows, **arguments, device=slow, profile=None).units
+
+    def units_of(device, given=None):
+        rows = TokenRows(1, 128, "fp32")
+        return card_costs(MODEL, rows, recompute="none", type_name="Card", device=device, profile=given).units
+
+    fast_units, slow_units = units_of(CARD), units_of(slow)
     assert slow_units[1].forward_seconds == pytest.approx(3 * fast_units[1].forward_seconds, rel=0.3)
-    measured = card_costs(MODEL, rows, **arguments, device=slow, profile=profile(entry()))
-    assert measured.units[1].forward_seconds == 1.0
+    assert units_of(slow, profile(entry()))[1].forward_seconds == 1.0
 
 
 @pytest.mark.parametrize(

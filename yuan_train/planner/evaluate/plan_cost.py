@@ -129,7 +129,9 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     simulations: list[Simulation] = []
     workers = [pipeline.workers for pipeline in plan.pipelines]
     simulated: dict[tuple[object, ...], Simulation] = {}
-    flows = _edge_flows(cards)
+    # The messages of all pipelines, by edge and whether they are activations.
+    edges = itertools.product(range(max(map(len, cards)) - 1), (True, False))
+    flows = {(s, kind): plan_edge_flows(cards, s, is_activation=kind) for s, kind in edges}
     for p, (pipeline, pipeline_stages) in enumerate(zip(plan.pipelines, rows, strict=True)):
         times.append(_stage_times(costs, plan, cards, p, pipeline_stages, flows))
         leaves = any(stage.activation_offload or stage.parameter_offload for stage in pipeline.stages)
@@ -182,11 +184,8 @@ def _stage_rows(costs: Costs, plan: Plan, cards: PlanCards) -> list[list[StageCo
     shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share, ties=costs.ties)
     rows: list[list[StageCost]] = []
     for p, pipeline in enumerate(plan.pipelines):
-        row = [
-            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
-            for s in range(len(pipeline.stages))
-        ]
-        rows.append(sum_over_cards(plan, pipeline, pipeline.workers, row))
+        row = [stage_cost(costs, plan, own, p, s, shares=shares[p, s]) for s, own in enumerate(cards[p])]
+        rows.append(sum_over_cards(plan, pipeline, row))
     return rows
 
 
@@ -194,12 +193,6 @@ def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:
     """The replicas of stage s of all pipelines; each card by itself if each has it `whole`."""
     replicas = [replica for row in cards for replica in row[s]]
     return [(card,) for replica in replicas for card in replica] if whole else replicas
-
-
-def _edge_flows(cards: PlanCards) -> dict[tuple[int, bool], EdgeFlows]:
-    """The messages of all pipelines, by edge and whether they are activations."""
-    edges = itertools.product(range(max(map(len, cards)) - 1), (True, False))
-    return {(s, kind): plan_edge_flows(cards, s, is_activation=kind) for s, kind in edges}
 
 
 def _stage_times(

@@ -304,23 +304,19 @@ def _run(
             if sends != "overlapped":
                 free[worker] = end
         spans.append((start, end))
+    stalls = {worker: clock.stall_seconds for worker, clock in clocks.items()}
     return Simulation(
         stage_end_seconds=tuple(ends),
         busy_seconds=tuple(busy),
         worker_end_seconds=tuple(last),
         stage_start_seconds=tuple(starts),
-        stall_seconds=tuple(
-            clocks[worker].stall_seconds if worker in clocks else 0.0 for worker in range(count)
-        ),
+        stall_seconds=tuple(stalls.get(worker, 0.0) for worker in range(count)),
         play=lambda: Played(tuple(operations), tuple(spans)),
     )
 
 
 def _clocks(
-    workers: Workers,
-    times: StageTimes,
-    copies: Mapping[int, Groups],
-    pages: Mapping[int, PagedGroups],
+    workers: Workers, times: StageTimes, copies: Mapping[int, Groups], pages: Mapping[int, PagedGroups]
 ) -> dict[int, CopyClock | PageClock]:
     """The links of the workers that copy anything."""
     parts = {stage: part for stage, part in enumerate(times.parts) if part is not None}

@@ -28,7 +28,7 @@ from yuan_train.planner.evaluate.tiers import (
 from yuan_train.planner.native.pipelines import native_schedule
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import in_flight, make_schedule
-from yuan_train.schedule.step import RankProgram, Workers, num_workers
+from yuan_train.schedule.step import RankProgram, num_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +160,14 @@ def stage_cost(
     parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
     slowest = max(parts, key=lambda part: part.units.seconds)
     units = slowest.units.units
-    twice = stage.embedding and _head_holds_embedding(costs, pipeline, stage)
+    # Whether the cards have the head too, in this stage or in another one, with a tied matrix.
+    heads = (set(stage.replicas) <= set(other.replicas) for other in pipeline.stages if other.head)
+    twice = stage.embedding and costs.ties and any(heads)
     cards = tuple(card for replica in replicas for card in replica)
     count = _stage_in_flight(plan, pipeline, s)
     divides = divides_experts(plan)
     leaving = leaving_activations(costs, plan, p, s, slowest.cards) if stage.activation_offload else None
-    pages = _pages(costs, stage, slowest.units.started, cards) if stage.parameter_offload else None
+    pages = leaving_parameters(costs, stage, slowest.units, cards)
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
     for part in parts if divides else [replace(slowest, cards=cards)]:
         memory, capacity = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
@@ -188,14 +190,9 @@ def stage_cost(
         pipeline=p,
         stage=s,
         replicas=replicas,
-        layers=stage.layers,
-        embedding=stage.embedding,
-        head=stage.head,
-        recompute=stage.recompute,
-        num_recomputed=stage.num_recomputed,
+        **{name: getattr(stage, name) for name in OF_PLAN},
+        **{name: getattr(slowest.units, name) for name in OF_UNITS},
         in_flight=count,
-        forward_seconds=slowest.units.forward_seconds,
-        backward_seconds=slowest.units.backward_seconds,
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
         units=units,
         shares=shares,
@@ -213,8 +210,6 @@ def stage_cost(
         leaving=leaving,
         pages=pages,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
-        source=slowest.units.source,
-        note=slowest.units.note,
     )
 
 
@@ -228,9 +223,12 @@ def _away_of(
     twice: bool,
     pages: LeavingParameters | None,
 ) -> AwayCost:
-    """What the state of a part of a stage costs that is not on its cards; parameters in pages have none."""
+    """What the state of a part of a stage costs that is not on its cards; of a matrix that is there `twice`,
+    once, and of parameters in pages nothing."""
     traffic = STATE_BYTES[costs.problem.precision].update_traffic
-    owned = _owned_parameters(part, shares, twice=twice) - (0 if pages is None else pages.parameters)
+    whole = sum(unit.parameters for unit in part.units.units[twice:]) - part.expert_parameters
+    owned = whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer
+    owned -= 0 if pages is None else pages.parameters
     return away_cost(costs, stage, cards, owned, card_seconds=traffic / part.units.update_bytes_per_second)
 
 
@@ -283,37 +281,11 @@ def _slack(memory: tuple[MemoryForecast, float]) -> float:
     return memory[1] - memory[0].total
 
 
-def _owned_parameters(part: _Part, shares: StateShares, *, twice: bool) -> float:
-    """Parameters that a card of a part steps; of a matrix that is there `twice`, once."""
-    whole = sum(unit.parameters for unit in part.units.units[twice:]) - part.expert_parameters
-    return whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer
-
-
-def _head_holds_embedding(costs: Costs, pipeline: PipelinePlan, stage: StagePlan) -> bool:
-    """Whether the cards of a stage have the head too, in this stage or in another one, with a tied matrix."""
-    if not costs.ties:
-        return False
-    return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
-
-
 def _update_seconds(seconds: float, stage: StagePlan, pages: LeavingParameters | None) -> float:
     """With the step of a stage's pages: beside the card's own, and after what else its host steps."""
     if pages is None:
         return seconds
     return seconds + pages.update_seconds if stage.optimizer_offload else max(seconds, pages.update_seconds)
-
-
-def _pages(
-    costs: Costs, stage: StagePlan, units: Sequence[UnitCost], cards: Sequence[Card]
-) -> LeavingParameters:
-    hosts = [costs.host_of(card) for card in cards]
-    return leaving_parameters(
-        stage,
-        units,
-        link_bytes_per_second=min(host.link_bytes_per_second for host in hosts),
-        update_bytes_per_second=min(host.memory_bytes_per_second for host in hosts),
-        update_traffic=STATE_BYTES[costs.problem.precision].update_traffic,
-    )
 
 
 def _with_pages(
@@ -353,43 +325,44 @@ def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
     return native_schedule(plan.schedule, pipeline.workers, m, None).held[s]
 
 
+OF_PLAN = ("layers", "embedding", "head", "recompute", "num_recomputed")
+OF_UNITS = ("forward_seconds", "backward_seconds", "source", "note")
+"""What a stage's cost has as its plan, and as the units of its slowest part, have it."""
 OF_A_CARD = ("update_seconds", "host_bytes", "disk_bytes")
 """Of a card with several stages, what is the sum of theirs."""
 
 
-def sum_over_cards(
-    plan: Plan, pipeline: PipelinePlan, workers: Workers, stages: Sequence[StageCost]
-) -> list[StageCost]:
+def sum_over_cards(plan: Plan, pipeline: PipelinePlan, stages: Sequence[StageCost]) -> list[StageCost]:
     """The stages of a pipeline; where a card has several of them, each with the memory and the optimizer step
     of the whole card."""
-    stages_per_worker = Counter(worker for row in workers for worker in row)
-    if max(stages_per_worker.values()) == 1:
+    workers = pipeline.workers
+    if max(Counter(worker for row in workers for worker in row).values()) == 1:
         return list(stages)
     schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
     memory: dict[int, tuple[MemoryForecast, float]] = {}
-    sums: dict[str, dict[int, float]] = {name: {} for name in OF_A_CARD}
+    sums: dict[int, dict[str, float]] = {}
     for worker in range(num_workers(workers)):
         on_card = [stage for stage in stages if worker in workers[stage.stage]]
         positions = zip(*(stage.positions for stage in on_card), strict=True)
-        memory[worker] = min(
-            (
-                (_combined_memory(on_card, [own for own, _ in same], schedule[worker]), same[0][1])
-                for same in positions
-            ),
-            key=_slack,
+        own = (
+            (_combined_memory(on_card, [part for part, _ in same], schedule[worker]), same[0][1])
+            for same in positions
         )
-        for name in OF_A_CARD:
-            sums[name][worker] = math.fsum(getattr(stage, name) for stage in on_card)
-    return [
-        replace(
-            stage,
-            memory=memory[workers[stage.stage][0]][0],
-            capacity_bytes=memory[workers[stage.stage][0]][1],
-            card_bytes=stage.card_bytes * memory[workers[stage.stage][0]][1] / stage.capacity_bytes,
-            **{name: max(sums[name][worker] for worker in workers[stage.stage]) for name in OF_A_CARD},
+        memory[worker] = min(own, key=_slack)
+        sums[worker] = {name: math.fsum(getattr(stage, name) for stage in on_card) for name in OF_A_CARD}
+    found: list[StageCost] = []
+    for stage in stages:
+        forecast, capacity = memory[workers[stage.stage][0]]
+        found.append(
+            replace(
+                stage,
+                memory=forecast,
+                capacity_bytes=capacity,
+                card_bytes=stage.card_bytes * capacity / stage.capacity_bytes,
+                **{name: max(sums[worker][name] for worker in workers[stage.stage]) for name in OF_A_CARD},
+            )
         )
-        for stage in stages
-    ]
+    return found
 
 
 def _combined_memory(
@@ -398,15 +371,12 @@ def _combined_memory(
     """Several stages on a card: their states add up; activations as the rank program has them in flight, or
     all that may stay of those that leave. `parts` are the bytes of each stage on this card."""
     last = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
-    counts = {stage.stage: max(peak_in_flight(program, stage.stage), 1) for stage in stages}
-    per_micro_batch = {
-        stage.stage: part.activations / counts[stage.stage] for stage, part in zip(stages, parts, strict=True)
-    }
+    per_micro_batch: dict[int, float] = {}
     alive = peak = 0.0
     for stage, part in zip(stages, parts, strict=True):
-        if stage.leaving is not None:
-            per_micro_batch[stage.stage] = 0.0
-            alive += part.activations
+        stays, count = stage.leaving is None, max(peak_in_flight(program, stage.stage), 1)
+        per_micro_batch[stage.stage] = part.activations / count if stays else 0.0
+        alive += 0.0 if stays else part.activations
     for step in program:
         if step.kind == "forward":
             alive += per_micro_batch[step.stage]

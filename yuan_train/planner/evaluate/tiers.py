@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import UnitCost, share_of_layer
+from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.clocks import Groups, PageTimes, PartTimes
 from yuan_train.schedule.copies import (
     Offload,
@@ -171,18 +172,15 @@ class LeavingParameters:
 
 
 def leaving_parameters(
-    stage: StagePlan,
-    units: Sequence[UnitCost],
-    *,
-    link_bytes_per_second: float,
-    update_bytes_per_second: float,
-    update_traffic: float,
-) -> LeavingParameters:
-    """What leaves a stage of `units`, in the model's order, embedding and head where it has them.
-
-    `update_traffic` is what an optimizer step moves by parameter, in the host's memory.
-    """
-    first, count = int(stage.embedding), stage.parameter_offload
+    costs: Costs, stage: StagePlan, own: StageUnits, cards: Replica
+) -> LeavingParameters | None:
+    """What leaves a stage of these units; None if all stay."""
+    if not stage.parameter_offload:
+        return None
+    hosts = [costs.host_of(card) for card in cards]
+    link = min(host.link_bytes_per_second for host in hosts)
+    traffic = STATE_BYTES[costs.problem.precision].update_traffic
+    units, first, count = own.started, int(stage.embedding), stage.parameter_offload
     pages, rest = units[first : first + count], units[first + count :]
     slots = min(stage.page_slots or 1, count)
 
@@ -200,15 +198,15 @@ def leaving_parameters(
         times=PageTimes(
             forward_seconds=seconds("forward_seconds"),
             backward_seconds=seconds("backward_seconds"),
-            weight_seconds=tuple(unit.parameter_bytes / link_bytes_per_second for unit in pages),
-            gradient_seconds=tuple(unit.gradient_bytes / link_bytes_per_second for unit in pages),
+            weight_seconds=tuple(unit.parameter_bytes / link for unit in pages),
+            gradient_seconds=tuple(unit.gradient_bytes / link for unit in pages),
         ),
         parameters=parameters,
         parameter_bytes=away("parameter_bytes"),
         gradient_bytes=away("gradient_bytes"),
         optimizer_bytes=math.fsum(unit.optimizer_bytes for unit in pages),
         host_bytes=math.fsum(unit.state_bytes for unit in pages),
-        update_seconds=parameters * update_traffic / update_bytes_per_second,
+        update_seconds=parameters * traffic / min(host.memory_bytes_per_second for host in hosts),
     )
 
 

@@ -102,8 +102,8 @@ class RolesSearch:
     # --- splits ------------------------------------------------------------------------------------------
 
     def splits(self, *, shared: bool = False) -> Iterator[Split]:
-        """Every split in which policy, generation and a reward model have cards of their own; `shared`: in which
-        all cards but a reward model's train and generate in turns."""
+        """Every split in which policy, generation and a reward model have cards of their own; `shared`: in
+        which all cards but a reward model's train and generate in turns."""
         scores = self.problem.reward_model is not None
         for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
             policy, generation, reward = (sum(part) for part in zip(*counts, strict=True))

@@ -365,7 +365,7 @@ class _Search:
 
 def _plan_of(costs: Costs, division: _Division) -> Plan:
     """The plan of a division, the counts of each group in it."""
-    kinds = [stage.recompute for stage in division.stages]
+    kinds: list[Recompute] = [stage.recompute for stage in division.stages]
     order = range(len(kinds))
     plan = make_plan(costs, division.shape, order=order, bounds=division.bounds, recompute=kinds)
     pipelines: list[PipelinePlan] = []
