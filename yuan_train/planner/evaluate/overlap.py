@@ -44,10 +44,8 @@ def grad_reduce_end(
         complete, units = [0.0] * num_units(plan), units_by_stage(plan)
         for stage in stages:
             end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
-            belows = zip(
-                units[stage.pipeline, stage.stage], stage.units, _before(stage, seconds), strict=False
-            )
-            for u, unit, below in belows:
+            own = units[stage.pipeline, stage.stage]
+            for u, unit, below in zip(own, stage.units, _before(stage, seconds), strict=False):
                 complete[u] = max(complete[u], end - below - early * seconds(unit))
         return complete
 

@@ -87,7 +87,9 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         if tables is None:
             continue
         search = _Search(tables, _budget(len(space.cards), options, space.limit.seconds), space.is_over)
-        drafts = [draft_of_shape(tables, shape) for shape in _some(shapes, MOST_SHAPES)]
+        # At most so many of the shapes, in even steps.
+        count = min(len(shapes), MOST_SHAPES)
+        drafts = [draft_of_shape(tables, shapes[i * len(shapes) // count]) for i in range(count)]
         shaped = [draft for draft in drafts if draft is not None]
         wanted = draft_space(options, costs.problem)
         pools = search_space(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards)
@@ -129,11 +131,6 @@ def is_short(tables: Tables, draft: DraftTable) -> bool:
     rows: list[StageRow] = draft.stages[: draft.num_stages]
     used = sum(row.num_replicas * row.width for row in rows if not row.worker)
     return used < tables.problem.num_cards or any(row.num_recomputed for row in rows)
-
-
-def _some(shapes: Sequence[Shape], most: int) -> Sequence[Shape]:
-    """At most so many of them, in even steps."""
-    return shapes if len(shapes) <= most else [shapes[i * len(shapes) // most] for i in range(most)]
 
 
 def _budget(num_cards: int, options: Options, limit_seconds: float) -> int:
@@ -202,9 +199,8 @@ def search_space(
         found = [search.run(hosts, RESTART, on_cards[:NUM_GIVEN], goes_on=True)]
         if not on_cards or is_short(search.tables, on_cards[0][1]):
             found += _restarted(search, [space.changed(schedules=schedules) for schedules in sets])
-            for draft in shaped:
-                for row in draft.stages[: draft.num_stages]:
-                    row.may_offload = space.may_offload
+            for row in (row for draft in shaped for row in draft.stages[: draft.num_stages]):
+                row.may_offload = space.may_offload
             found.append(search.run(hosts, OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
         beside = _fastest(list(itertools.chain(*found)))
         most = PROMISING_BESIDE if keeps_to_cards and on_cards else 1.0
@@ -262,8 +258,9 @@ def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
     schedules = sum(1 << NAMES.index(name) for name in options.all_schedules)
     replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
+    recompute = sum(1 << RECOMPUTES.index(kind) for kind in options.recompute)
     return SpaceTable(
-        sum(1 << RECOMPUTES.index(kind) for kind in options.recompute),
+        recompute,
         schedules,
         sum(1 << int(sharded) for sharded in options.sharded),
         counts,

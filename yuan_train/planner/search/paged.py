@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
@@ -56,8 +55,7 @@ def check_pages(problem: PlanProblem, options: Options) -> None:
 
 
 def _faults(problem: PlanProblem, options: Options) -> Iterator[tuple[str, bool]]:
-    model: ModelConfig = problem.model
-    yield f"the model has {model.num_experts} experts", bool(model.num_experts)
+    yield f"the model has {problem.model.num_experts} experts", bool(problem.model.num_experts)
     yield "search.recompute has no full", "full" not in options.recompute
     yield "search.pipelines has no 1", options.pipelines is not None and 1 not in options.pipelines
     yield "search.tensor has no 1", 1 not in options.tensor
@@ -80,7 +78,9 @@ def paged_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
         wanted = options.num_micro_batches is None or count in options.num_micro_batches
         if space.is_over() or rest or not wanted or len(order) > costs.problem.model.num_layers:
             continue
-        if _least_seconds(costs, order, size) * count >= limit_seconds:
+        # Of a micro-batch's layers, perfectly shared.
+        least = costs.problem.model.num_layers / sum(_speeds(costs, order, size))
+        if least * count >= limit_seconds:
             continue
         best = _best_of(space, order, size, count)
         if best is not None and best.cost is not None and best.cost.step_seconds < limit_seconds:
@@ -113,13 +113,11 @@ def pages_fit(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
 
 def _orders(cards: Sequence[Card], options: Options) -> list[tuple[Card, ...]]:
     """Sets of the cards in orders that differ by types."""
-    orders: list[tuple[Card, ...]] = []
+    orders = [tuple(cards)] if options.fixed_order else [tuple(cards), tuple(reversed(cards))]
     if len(cards) <= FEW_CARDS and not options.fixed_order:
         least = len(cards) if options.use_all_devices else 1
-        for count in range(len(cards), least - 1, -1):
-            orders += itertools.permutations(cards, count)
-    else:
-        orders = [tuple(cards)] if options.fixed_order else [tuple(cards), tuple(reversed(cards))]
+        counts = range(len(cards), least - 1, -1)
+        orders = [order for count in counts for order in itertools.permutations(cards, count)]
     distinct = {tuple((card.type, card.node) for card in order): order for order in reversed(orders)}
     return list(distinct.values())[::-1]
 
@@ -127,11 +125,6 @@ def _orders(cards: Sequence[Card], options: Options) -> list[tuple[Card, ...]]:
 def _speeds(costs: Costs, order: Sequence[Card], size: int) -> list[float]:
     """Layers a second of each card."""
     return [1.0 / costs.of_replica((card,), size, "full").layer.seconds for card in order]
-
-
-def _least_seconds(costs: Costs, order: Sequence[Card], size: int) -> float:
-    """Of a micro-batch's layers, perfectly shared."""
-    return costs.problem.model.num_layers / sum(_speeds(costs, order, size))
 
 
 def _best_of(space: Space, order: Sequence[Card], size: int, count: int) -> _Priced | None:
@@ -185,23 +178,19 @@ def _plan(costs: Costs, order: Sequence[Card], layers: Sequence[int], size: int,
 
 def _price(costs: Costs, plan: Plan, group: int, slots: int) -> _Priced:
     """The plan with the fewest pages with which each stage fits."""
-    plan = _with_pipeline(plan, replace(plan.pipelines[0], page_group=group))
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], page_group=group),))
     stages: list[StagePlan] = []
     over = 0.0
     for old in cost_stages(costs, plan):
         stage, excess = _fewest_pages(costs, plan, old, slots)
         stages.append(stage)
         over += excess
-    plan = _with_pipeline(plan, replace(plan.pipelines[0], stages=tuple(stages)))
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=tuple(stages)),))
     # Without any page a plan takes no groups: the search has it already.
     if over or any(True for _ in validate_plan(plan)):
         return _Priced(plan, None, (over or math.inf, math.inf))
     cost = cost_plan(costs, plan)
     return _Priced(plan, cost if cost.fits else None, (0.0, cost.step_seconds if cost.fits else math.inf))
-
-
-def _with_pipeline(plan: Plan, pipeline: PipelinePlan) -> Plan:
-    return replace(plan, pipelines=(pipeline,))
 
 
 def _fewest_pages(costs: Costs, plan: Plan, old: StageCost, slots: int) -> tuple[StagePlan, float]:

@@ -68,7 +68,7 @@ def with_nodes(cluster: Cluster, changed: Mapping[str, NodeGroup | None]) -> Clu
 # --- what would help -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """A change of the cluster or the run, and what planning again found."""
 
@@ -101,15 +101,11 @@ def explain_plan(
     found: list[Change] = []
     for variant in _variants(problem, search):
         result = plan_again(variant.problem, variant.search, micro_batch_size)
-        rate = 0.0
+        rate = tokens if variant.adds else 0.0
         if isinstance(result, SearchResult):
             batch = variant.problem.global_batch_size * variant.problem.sequence_length
-            rate = batch / result.best.step_seconds
-        rate = max(rate, tokens) if variant.adds else rate
-        gain = rate / tokens - 1.0
-        found.append(
-            Change(what=variant.what, limit=variant.limit, tokens_per_second=rate or None, gain=gain)
-        )
+            rate = max(rate, batch / result.best.step_seconds)
+        found.append(Change(variant.what, variant.limit, rate or None, rate / tokens - 1.0))
     return tuple(sorted(found, key=lambda change: -change.gain))
 
 
@@ -279,10 +275,9 @@ def _choose(found: list[Rented], search: SearchConfig, num_steps: int) -> Rented
 
 def _pareto(found: list[Rented]) -> tuple[Rented, ...]:
     ranked = sorted(found, key=lambda part: (part.step_seconds, part.price_per_step))
-    kept: list[Rented] = []
-    for part in ranked:
-        if not kept or part.price_per_step < kept[-1].price_per_step * (1 - 1e-9):
-            kept.append(part)
+    kept = ranked[:1]
+    for part in ranked[1:]:
+        kept += [part] if part.price_per_step < kept[-1].price_per_step * (1 - 1e-9) else []
     return tuple(kept)
 
 
@@ -327,20 +322,14 @@ def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size
         return None if isinstance(found, SearchResult) else found
 
     fits, too_many, why = 0, 1, None
-    while why is None and fits < MOST_LAYERS:
-        why = refusal(too_many)
-        if why is None:
-            fits, too_many = too_many, min(2 * too_many, MOST_LAYERS)
-    if fits == 0:
-        assert why is not None
+    while fits < MOST_LAYERS and (why := refusal(too_many)) is None:
+        fits, too_many = too_many, min(2 * too_many, MOST_LAYERS)
+    if fits == 0 and why is not None:
         raise why
     while why is not None and too_many - fits > 1:
         middle = (fits + too_many) // 2
         found = refusal(middle)
-        if found is not None:
-            too_many, why = middle, found
-        else:
-            fits = middle
+        fits, too_many, why = (middle, too_many, why) if found is None else (fits, middle, found)
     largest = _with_layers(problem, fits)
     result = search_plan(largest, search, micro_batch_size=micro_batch_size)
     return Largest(problem=largest, result=result, refusal="" if why is None else str(why))
