@@ -97,7 +97,6 @@ class PlanProblem:
 
     @property
     def send_mode(self) -> Sends:
-        """Who waits for a message."""
         return self.sends or self.cluster.library.sends
 
     @property
@@ -356,7 +355,6 @@ class StageUnits:
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property

@@ -90,7 +90,6 @@ class UnitCost:
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property

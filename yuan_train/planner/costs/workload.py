@@ -94,7 +94,6 @@ class UnitWork:
     """Whether the group divides the tokens: each all-reduce is then a reduce-scatter and an all-gather, and
     under recompute the input of products is gathered again."""
     width: int = 1
-    """Cards of the group."""
     recomputed_traffic_bytes: float = 0.0
     """Moved in the backward to recompute what selective recompute does not keep."""
     forward_collectives: int = 0

@@ -55,7 +55,6 @@ class PlanCost:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the whole step."""
         return (
             self.compute_seconds
             + self.grad_reduce_seconds
@@ -80,7 +79,6 @@ class PlanCost:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits the memory of its cards."""
         return all(stage.fits for stage in self.stages)
 
     @property
@@ -180,7 +178,6 @@ def _cards(costs: Costs, plan: Plan) -> PlanCards:
 
 
 def _stage_rows(costs: Costs, plan: Plan, cards: PlanCards) -> list[list[StageCost]]:
-    """The stages of each pipeline."""
     shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share, ties=costs.ties)
     rows: list[list[StageCost]] = []
     for p, pipeline in enumerate(plan.pipelines):

@@ -116,7 +116,6 @@ class Simulation(RunSeconds):
 
     @functools.cached_property
     def played(self) -> Played:
-        """Every operation."""
         return self.play()
 
     @property

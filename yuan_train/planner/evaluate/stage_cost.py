@@ -92,7 +92,6 @@ class StageCost:
 
     @property
     def cards(self) -> tuple[Card, ...]:
-        """The cards of all replicas."""
         return tuple(card for replica in self.replicas for card in replica)
 
     @property

@@ -70,7 +70,6 @@ class Tables:
     pool_of: dict[str, int]
     """By name of a card."""
     sizes: tuple[int, ...]
-    """Micro-batch sizes."""
     problem: ProblemTable
     evaluator: Evaluator
 

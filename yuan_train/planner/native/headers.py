@@ -52,7 +52,6 @@ def declared(name: str) -> Callable[[type[S]], type[S]]:
 
 
 def structure(name: str) -> Any:
-    """A class of `struct name`."""
     return declared(name)(type(name, (ctypes.Structure,), {}))
 
 

@@ -127,7 +127,6 @@ class RunSeconds:
 
     @property
     def step_seconds(self) -> float:
-        """End of the last compute step."""
         return max(self.stage_end_seconds, default=0.0)
 
 

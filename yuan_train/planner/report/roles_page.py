@@ -32,7 +32,6 @@ SHOWN_STEPS = 5
 
 
 def roles_html(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
-    """The report page."""
     best = result.best
     title = f"Roles of {problem.load.model.name} on {problem.policy.cluster.name}"
     lines = [describe(best), step_words(best, problem), idle_words(best), proof_words(result)]

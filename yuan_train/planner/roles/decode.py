@@ -54,12 +54,10 @@ class DecodeStage:
 
     @property
     def width(self) -> int:
-        """Cards of the group."""
         return len(self.cards)
 
     @property
     def num_layers(self) -> float:
-        """Layers of the stage."""
         return self.layers[1] - self.layers[0]
 
 

@@ -51,7 +51,6 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Samples of a step."""
         return self.prompts * self.group
 
     @property
@@ -177,12 +176,10 @@ class Generation:
 
     @cached_property
     def samples_per_second(self) -> tuple[float, ...]:
-        """Of each engine."""
         return tuple(self.rates.samples_per_second(engine) for engine in self.engines)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the prompts."""
         if self.given_shares is not None:
             return self.given_shares
         total = math.fsum(self.samples_per_second)

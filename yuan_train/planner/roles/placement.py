@@ -290,7 +290,6 @@ class Placement:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
         return self.play.step_seconds
 
     @property

@@ -266,7 +266,6 @@ def _reward_on_policy(
 
 
 def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seconds: float) -> RlForecast:
-    """The forecast of a placement."""
     policy = placement.policy
     same = ("step", "generation", "tail", "scoring", "sync", "sync_mode")
     return RlForecast(

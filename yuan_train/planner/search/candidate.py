@@ -25,10 +25,6 @@ class TimeLimit:
     started: float
     seconds: float
 
-    def is_over(self, share: float = 1.0) -> bool:
-        """Whether that share of the time is over."""
-        return self.clock() - self.started > share * self.seconds
-
 
 @dataclass(frozen=True)
 class Space:
@@ -40,9 +36,9 @@ class Space:
     options: Options
     limit: TimeLimit
 
-    def is_over(self) -> bool:
-        """Whether the time for it is."""
-        return self.limit.is_over()
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether that share of the time for it is."""
+        return self.limit.clock() - self.limit.started > share * self.limit.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +52,6 @@ class Candidate:
     @property
     def step_seconds(self) -> float:
         return self.cost.step_seconds
-
-    @property
-    def bounds(self) -> tuple[tuple[float, float], ...]:
-        """Layers of each stage of the first pipeline."""
-        return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
-
-    @property
-    def cards(self) -> frozenset[Card]:
-        return frozenset(card for stage in self.cost.stages for card in stage.cards)
 
 
 def first_shape(plan: Plan, cost: PlanCost) -> Shape:
@@ -119,15 +106,16 @@ def beside_cards(plan: Plan) -> int:
     """How much of the engine beside the cards a plan uses: 0 nothing, 1 optimizer state on hosts, 2
     activations too, 3 pages of parameters or disks."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    if any(stage.parameter_offload or stage.optimizer_disk for stage in stages):
-        return 3
-    if any(stage.activation_offload for stage in stages):
-        return 2
-    return int(any(stage.optimizer_offload for stage in stages))
+    tiers = (
+        any(stage.optimizer_offload for stage in stages),
+        any(stage.activation_offload for stage in stages),
+        any(stage.parameter_offload or stage.optimizer_disk for stage in stages),
+    )
+    return max(number * used for number, used in enumerate(tiers, 1))
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by `_text`. The
+    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by their text. The
     fastest that uses no more beside the cards than some number (`beside_cards`) stays, however slow."""
 
     ordered = sorted(candidates, key=lambda c: c.step_seconds)

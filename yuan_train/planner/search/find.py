@@ -69,7 +69,7 @@ def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
     shapes: list[Shape] = []
     for shape in itertools.islice(wanted, most):
         shapes.append(shape)
-        if space.limit.is_over(LISTING_SHARE):
+        if space.is_over(LISTING_SHARE):
             break
     has_all_shapes = next(wanted, None) is None
     if space.options.use_all_devices and shapes:

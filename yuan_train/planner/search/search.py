@@ -101,7 +101,7 @@ def _search(
         lower_bound_seconds=lowest,
         bound=bound,
         exact=exact,
-        stopped=limit.is_over(),
+        stopped=space.is_over(),
         num_simulated=plans.num_simulated,
         notes=(*notes, *passed_over(best, faster), *simplicity_note(best, kept[0])),
     )

@@ -53,7 +53,8 @@ def runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The next best: one plan of each other `_family`, then other cuts of the same families."""
     families: dict[object, dict[object, Candidate]] = {}
     for candidate in ranked:
-        families.setdefault(_family(candidate), {}).setdefault(candidate.bounds, candidate)
+        cut = tuple(stage.layers for stage in candidate.plan.pipelines[0].stages)
+        families.setdefault(_family(candidate), {}).setdefault(cut, candidate)
     (_, *cuts), *others = (list(own.values()) for own in families.values())
     rest = {id(one) for own in (cuts, *(own[1:] for own in others)) for one in own}
     distinct = [*(own[0] for own in others), *(one for one in ranked if id(one) in rest)]

@@ -111,12 +111,6 @@ class Shape:
     def num_pipelines(self) -> int:
         return len(self.slots[0])
 
-    @property
-    def cards(self) -> frozenset[Card]:
-        return frozenset(
-            card for slot in self.slots for group in slot for replica in group for card in replica
-        )
-
 
 def read_options(
     search: SearchConfig,
@@ -386,7 +380,6 @@ def _deal(
 
 
 def by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
-    """The cards of each type."""
     groups: dict[str, list[Card]] = {}
     for card in cards:
         groups.setdefault(card.type, []).append(card)
