@@ -247,8 +247,7 @@ def grad_reduce_compute_seconds(
 
 
 def weight_sync_seconds(costs: Costs, owners: Sequence[Replica], parameters: float, *, sharers: int) -> float:
-    """Seconds to gather the stepped weights of a sharded optimizer over their owners: an all-gather on each
-    of their rings."""
+    """Seconds of an all-gather of a sharded optimizer's stepped weights on each of their owners' rings."""
     size = parameters * STATE_BYTES[costs.problem.precision].parameters
     return _slowest_ring_seconds(all_gather_seconds, costs, owners, size, sharers=sharers)
 
@@ -276,8 +275,7 @@ def _slowest_ring_seconds(
 
 
 def unit_parameters(costs: Costs, units: Sequence[int] | None = None) -> list[float]:
-    """Parameters whose gradients the owners reduce, by unit (`units`, or the model's); a tied embedding is
-    reduced separately, over all that hold it."""
+    """Parameters that owners reduce, by unit (`units`, or the model's); a tied embedding apart."""
     own = costs.problem.model.trained_unit_parameters if units is None else units
     embedding, *others = map(float, own)
     return [0.0 if costs.ties else embedding, *others]

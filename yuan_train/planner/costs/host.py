@@ -87,8 +87,7 @@ def host_step_seconds(share: HostShare, precision: Precision) -> float:
 
 
 def host_bytes(precision: Precision) -> float:
-    """Bytes that the host holds by offloaded parameter: its master, its gradient and AdamW's two moments, all
-    in the gradient's precision."""
+    """Bytes by parameter on a host, in the gradient's precision: master, gradient, AdamW's two moments."""
     return 4.0 * STATE_BYTES[precision].gradients
 
 

@@ -161,8 +161,7 @@ def allreduce_compute_seconds(topology: Topology, cards: Sequence[Card], message
 
 
 def broadcast_seconds(topology: Topology, cards: Sequence[Card], bytes_: float) -> float:
-    """The first card's message to all others, in a pipelined chain: once over the slowest link; 0 for one
-    card."""
+    """The first card's message to all others, in a pipelined chain over the slowest link; 0 for one card."""
     return max(
         (message_seconds(find_route(topology, cards[0], card), bytes_) for card in cards[1:]), default=0.0
     )

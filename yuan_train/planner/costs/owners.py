@@ -102,8 +102,7 @@ def _shares_of_ranks(plan: Plan, reduce_copy_share: float) -> dict[tuple[int, in
 def _optimizer_shares(
     plan: Plan, cards: PlanCards, holders: Sequence[tuple[Replica, ...]]
 ) -> dict[tuple[int, int], float]:
-    """The share of its units' optimizer state that a replica of a stage holds: the largest over the units, by
-    pipeline and stage."""
+    """The share of its units' optimizer state that a replica of a stage holds, the largest over them."""
     stages = units_by_stage(plan)
     if not plan.optimizer_sharding:
         return dict.fromkeys(stages, 1.0)

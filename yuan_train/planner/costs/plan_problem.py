@@ -24,6 +24,7 @@ from yuan_train.config.plan import (
 )
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
+from yuan_train.planner.costs import unit_costs
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
 from yuan_train.planner.costs.links import (
@@ -32,17 +33,6 @@ from yuan_train.planner.costs.links import (
     reduce_scatter_seconds,
 )
 from yuan_train.planner.costs.topology import Topology, make_topology
-from yuan_train.planner.costs.unit_costs import (
-    CardCosts,
-    Source,
-    UnitCost,
-    card_costs,
-    check_profile,
-    share_of_layer,
-    value_model,
-    with_critic,
-    without_critic,
-)
 from yuan_train.planner.costs.workload import (
     ELEMENT_BYTES,
     STATE_BYTES,
@@ -121,9 +111,9 @@ class Costs:
     problem: PlanProblem
     topology: Topology
     cards: dict[str, Card]
-    known: dict[tuple[str, int, Recompute, int], CardCosts]
+    known: dict[tuple[str, int, Recompute, int], unit_costs.CardCosts]
     """What `of` has looked up, by its arguments."""
-    groups: dict[tuple[object, ...], CardCosts]
+    groups: dict[tuple[object, ...], unit_costs.CardCosts]
     """What `of_replica` found for tensor-parallel groups, with their collectives, and `of_experts` for
     cards."""
     fastest: dict[tuple[int, ...], NDArray[np.float64]] = field(
@@ -139,8 +129,7 @@ class Costs:
 
     @property
     def ties(self) -> bool:
-        """Whether embedding and head are one matrix. A foreign profile has two: the bytes that it gives for
-        each are complete."""
+        """Whether embedding and head are one matrix. A foreign profile gives the bytes of two."""
         profile = self.problem.profile
         return self.problem.model.tie_embeddings and (profile is None or not profile.is_whole)
 
@@ -154,7 +143,7 @@ class Costs:
 
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
-    ) -> CardCosts:
+    ) -> unit_costs.CardCosts:
         """Every unit's cost on a type of card, collectives not included."""
         key = (type_name, micro_batch_size, recompute, tensor_parallel)
         if key not in self.known:
@@ -168,11 +157,11 @@ class Costs:
         recompute: Recompute,
         tensor_parallel: int,
         profile: Profile | None,
-    ) -> CardCosts:
+    ) -> unit_costs.CardCosts:
         problem = self.problem
 
-        def look_up(model: ModelConfig, profile: Profile | None) -> CardCosts:
-            return card_costs(
+        def look_up(model: ModelConfig, profile: Profile | None) -> unit_costs.CardCosts:
+            return unit_costs.card_costs(
                 model,
                 problem.rows(micro_batch_size),
                 recompute=recompute,
@@ -185,13 +174,15 @@ class Costs:
         if self.body is None and not problem.critic:
             return look_up(problem.model, profile)
         # A profile has the policy's head: a value's is estimated.
-        head = look_up(value_model(problem.model), None).units[-1]
+        head = look_up(unit_costs.value_model(problem.model), None).units[-1]
         if self.body is not None:
             return look_up(self.body.problem.model, profile).with_head(head)
         own = look_up(problem.model, profile)
-        return replace(own, units=tuple(map(with_critic, own.units, own.with_head(head).units)))
+        return replace(own, units=tuple(map(unit_costs.with_critic, own.units, own.with_head(head).units)))
 
-    def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
+    def of_replica(
+        self, replica: Replica, micro_batch_size: int, recompute: Recompute
+    ) -> unit_costs.CardCosts:
         """Every unit's cost on each card of a group: the slowest card's, plus the collectives."""
         width = len(replica)
         types = tuple(dict.fromkeys(card.type for card in replica))
@@ -216,7 +207,7 @@ class Costs:
 
     def _of_group(
         self, replica: Replica, types: tuple[str, ...], micro_batch_size: int, recompute: Recompute
-    ) -> CardCosts:
+    ) -> unit_costs.CardCosts:
         """The costs of a group: one object for all groups of these types whose links are equally fast."""
         width, hidden = len(replica), self.hidden_bytes(micro_batch_size)
         ring, scatter, gather = allreduce_seconds(self.topology, replica, hidden), 0.0, 0.0
@@ -241,16 +232,15 @@ class Costs:
 
     def of_experts(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, experts: int
-    ) -> CardCosts:
-        """Every unit's cost on a type of card that holds so many experts of each layer, and all else whole;
-        collectives not included."""
+    ) -> unit_costs.CardCosts:
+        """The same on a card that holds so many experts of each layer, and all else whole."""
         key = (type_name, micro_batch_size, recompute, "experts", experts)
         if key not in self.groups:
             problem = self.problem
             whole = self.of(type_name, micro_batch_size, recompute)
             bare = bare_profile(problem.profile) if whole.source == "measured" else None
             found = expert_card_costs(
-                replace(whole, units=tuple(map(without_critic, whole.units))),
+                replace(whole, units=tuple(map(unit_costs.without_critic, whole.units))),
                 None if bare is None else self._look_up(type_name, micro_batch_size, recompute, 1, bare),
                 problem.model,
                 experts,
@@ -261,13 +251,12 @@ class Costs:
             head = whole.units[-1].critic
             if head is not None:
                 critics = found.with_head(head).units
-                found = replace(found, units=tuple(map(with_critic, found.units, critics)))
+                found = replace(found, units=tuple(map(unit_costs.with_critic, found.units, critics)))
             self.groups[key] = found
         return self.groups[key]
 
     def of_stage(self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan) -> StageUnits:
-        """The units of a stage, with its recompute: of all its layers, or of its first ones. Where cards
-        share experts, of the slowest card."""
+        """The units of a stage, its recompute among them. Where cards share experts, of the slowest card."""
         if divides_experts(plan):
             ranks = self.of_ranks(plan, replica, micro_batch_size, stage)
             return max(ranks, key=lambda part: part.seconds)
@@ -342,15 +331,15 @@ def node_host_bytes(cluster: Cluster, node: str) -> float:
 class StageUnits:
     """The costs of a stage's units on one replica."""
 
-    units: tuple[UnitCost, ...]
+    units: tuple[unit_costs.UnitCost, ...]
     """Embedding, layers or halves of layers, head: those that the stage holds, as the plan divides them."""
     start: StageStart
     """What the stage takes besides them."""
-    layer: UnitCost
+    layer: unit_costs.UnitCost
     """A whole layer."""
     boundary_bytes: float
     update_bytes_per_second: float
-    source: Source
+    source: unit_costs.Source
     note: str
 
     @property
@@ -366,7 +355,7 @@ class StageUnits:
         return math.fsum((self.start.backward_seconds, *(unit.backward_seconds for unit in self.units)))
 
     @property
-    def started(self) -> tuple[UnitCost, ...]:
+    def started(self) -> tuple[unit_costs.UnitCost, ...]:
         """The units; the last one's seconds with the stage's start."""
         *others, last = self.units
         forward = last.forward_seconds + self.start.forward_seconds
@@ -374,7 +363,9 @@ class StageUnits:
         return (*others, replace(last, forward_seconds=forward, backward_seconds=backward))
 
 
-def _stage_units(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> StageUnits:
+def _stage_units(
+    plan: Plan, stage: StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
+) -> StageUnits:
     """The units of a stage: its first layers of `part`, those that are not recomputed of `plain`."""
     if not plan.divided_layers:
         # Units count the embedding before the layers.
@@ -395,9 +386,10 @@ def _stage_units(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts
     )
 
 
-def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> Iterator[UnitCost]:
-    """The units of a stage of a plan that divides layers; the first ones are of `part`, those that are not
-    recomputed of `plain`."""
+def _with_halves(
+    plan: Plan, stage: StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
+) -> Iterator[unit_costs.UnitCost]:
+    """The same of a plan that divides layers."""
     if stage.embedding:
         yield part.units[0]
     recomputed = math.floor(stage.layers[0]) + stage.num_recomputed
@@ -406,14 +398,19 @@ def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts
             layer = int(first)
             source = part if layer < recomputed else plain
             whole = source.units[layer + 1]
-            yield whole if end - first == 1 else share_of_layer(whole, source.halves[first > layer])
+            yield (
+                whole if end - first == 1 else unit_costs.share_of_layer(whole, source.halves[first > layer])
+            )
     if stage.head:
         yield part.units[-1]
 
 
 def _with_collectives(
-    unit: UnitCost, allreduce_seconds: float, small: float = 0.0, divided: tuple[float, float] = (0.0, 0.0)
-) -> UnitCost:
+    unit: unit_costs.UnitCost,
+    allreduce_seconds: float,
+    small: float = 0.0,
+    divided: tuple[float, float] = (0.0, 0.0),
+) -> unit_costs.UnitCost:
     """The unit with its all-reduces, or where tokens are `divided` its reduce-scatters and all-gathers, and
     with a `small` one beside each of the backward's."""
     each = sum(divided) if unit.divides_tokens else allreduce_seconds
@@ -463,7 +460,7 @@ def make_costs(problem: PlanProblem) -> Costs:
     Raises ConfigError if the profile does not belong to the problem.
     """
     if problem.profile is not None:
-        check_profile(
+        unit_costs.check_profile(
             problem.profile,
             problem.model,
             sequence_length=problem.sequence_length,
@@ -477,7 +474,7 @@ def make_costs(problem: PlanProblem) -> Costs:
 
 def critic_of(costs: Costs) -> Costs:
     """The costs of a policy's critic on the same cards: its embedding and layers, a head of one number."""
-    problem = replace(costs.problem, model=value_model(costs.problem.model), critic=False)
+    problem = replace(costs.problem, model=unit_costs.value_model(costs.problem.model), critic=False)
     return Costs(problem, costs.topology, costs.cards, {}, {}, body=costs)
 
 

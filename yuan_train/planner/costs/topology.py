@@ -83,8 +83,7 @@ def _kind(source: Card, target: Card) -> tuple[str, str, str, str]:
 
 
 def unmeasured(topology: Topology, cards: Collection[Card]) -> tuple[int, int]:
-    """How many ordered pairs of these cards have a measured link of another pair, and how many none at all,
-    where any links were measured."""
+    """(ordered pairs of these cards with a link of another pair, those without), where some were measured."""
     if not topology.measured:
         return 0, 0
     kinds = [

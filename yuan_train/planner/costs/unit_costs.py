@@ -298,8 +298,7 @@ SCALED_WIDTH = "estimated from tensor_parallel"
 
 
 def _divided_by_width(entry: ProfileEntry, width: int) -> ProfileEntry:
-    """An entry without tensor parallelism as one card of `width` has it, collectives not included: an
-    estimate."""
+    """An entry of one card as each of `width` has it, collectives not included: an estimate."""
 
     def share(unit: UnitProfile) -> UnitProfile:
         hidden = min(unit.output_bytes * 4, unit.activation_bytes)

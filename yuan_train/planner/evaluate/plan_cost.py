@@ -65,8 +65,7 @@ class PlanCost:
 
     @property
     def stall_seconds(self) -> float:
-        """The longest that a worker waits for copies of activations or pages; it is part of
-        `compute_seconds`."""
+        """The longest that a worker waits for copies, as part of `compute_seconds`."""
         return max(max(simulation.stall_seconds) for simulation in self.simulations)
 
     @property

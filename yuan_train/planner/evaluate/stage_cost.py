@@ -332,8 +332,7 @@ OF_A_CARD = ("update_seconds", "host_bytes", "disk_bytes")
 
 
 def sum_over_cards(plan: Plan, pipeline: PipelinePlan, stages: Sequence[StageCost]) -> list[StageCost]:
-    """The stages of a pipeline; where a card has several of them, each with the memory and the optimizer step
-    of the whole card."""
+    """The stages of a pipeline; where a card has several, each with what the whole card holds and steps."""
     workers = pipeline.workers
     if max(Counter(worker for row in workers for worker in row).values()) == 1:
         return list(stages)

@@ -33,19 +33,7 @@ from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
 from yuan_train.planner.costs.topology import Route, copy_seconds_per_byte, find_route
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.native.evaluator import (
-    NUM_RECOMPUTES,
-    NUM_SIZES,
-    NUM_WIDTHS,
-    DraftTable,
-    Evaluator,
-    PipelineRow,
-    Pool,
-    ProblemTable,
-    RouteTable,
-    StageRow,
-    UnitTable,
-)
+from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.native.pipelines import NAMES
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -70,8 +58,8 @@ class Tables:
     pool_of: dict[str, int]
     """By name of a card."""
     sizes: tuple[int, ...]
-    problem: ProblemTable
-    evaluator: Evaluator
+    problem: core.ProblemTable
+    evaluator: core.Evaluator
 
 
 def make_tables(
@@ -90,11 +78,11 @@ def make_tables(
     problem, topology = costs.problem, costs.topology
     devices = {card.type: problem.cluster.device_type(card.type) for card in problem.cluster.cards}
     cards = [card for card in problem.cluster.cards if devices[card.type].peak(problem.precision) is not None]
-    if len(sizes) > NUM_SIZES or not cards:
+    if len(sizes) > core.NUM_SIZES or not cards:
         return None
     alike = itertools.groupby(cards, key=lambda card: (card.node, card.type, card.name if apart else ""))
     pools = tuple(tuple(own) for _, own in alike)
-    table = ProblemTable()
+    table = core.ProblemTable()
     table.num_units, table.num_pools = problem.model.num_layers + 2, len(pools)
     table.num_nodes, table.num_cards = len({card.node for card in cards}), len(cards)
     table.global_batch_size, table.is_tied = problem.global_batch_size, costs.ties
@@ -108,12 +96,14 @@ def make_tables(
     _fill_routes(costs, pools, table)
     _fill_reductions(costs, problem.model, table)
     pool_of = {card.name: i for i, pool in enumerate(pools) for card in pool}
-    return Tables(costs, pools, pool_of, tuple(sizes), table, Evaluator(table))
+    return Tables(costs, pools, pool_of, tuple(sizes), table, core.Evaluator(table))
 
 
-def _fill_pools(costs: Costs, pools: Sequence[Sequence[Card]], table: ProblemTable, *, on_disk: bool) -> None:
+def _fill_pools(
+    costs: Costs, pools: Sequence[Sequence[Card]], table: core.ProblemTable, *, on_disk: bool
+) -> None:
     problem, precision = costs.problem, costs.problem.precision
-    rows = (Pool * len(pools))()
+    rows = (core.Pool * len(pools))()
     kinds: dict[object, int] = {}
     types: dict[str, int] = {}
     nodes: dict[str, int] = {}
@@ -155,8 +145,8 @@ def _sums(values: Iterable[float]) -> ctypes.Array[c_double]:
     return _doubles(itertools.accumulate(values, initial=0.0))
 
 
-def _unit_table(costs: Costs, part: CardCosts) -> UnitTable:
-    units, row = part.units, UnitTable()
+def _unit_table(costs: Costs, part: CardCosts) -> core.UnitTable:
+    units, row = part.units, core.UnitTable()
     for field, name in SUMS.items():
         setattr(row, field, _sums(float(getattr(unit, name)) for unit in units))
     row.transient = _doubles(unit.transient_bytes for unit in units)
@@ -180,14 +170,14 @@ def _fill_units(
     pools: Sequence[Sequence[Card]],
     sizes: Sequence[int],
     widths: Sequence[int],
-    table: ProblemTable,
+    table: core.ProblemTable,
 ) -> None:
     found: dict[int, tuple[int, CardCosts]] = {}
-    shape = (table.num_places, NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES)
+    shape = (table.num_places, core.NUM_WIDTHS, core.NUM_SIZES, core.NUM_RECOMPUTES)
     rows = (c_int32 * math.prod(shape))(*[-1] * math.prod(shape))
     # Of experts, which wider groups divide, cards alone.
     single = [1] if costs.problem.model.num_experts else widths
-    widths = [width for width in single if width.bit_count() == 1 and width < 1 << NUM_WIDTHS]
+    widths = [width for width in single if width.bit_count() == 1 and width < 1 << core.NUM_WIDTHS]
     wanted = itertools.product(_places(pools, table), widths, enumerate(sizes), enumerate(RECOMPUTES))
     for (p, mates), width, (b, size), (r, kind) in wanted:
         if width > len(mates) or (width > 1 and costs.topology.types[mates[0].type].backend == "gloo"):
@@ -196,18 +186,18 @@ def _fill_units(
         number, _ = found.setdefault(id(part), (len(found), part))
         rows[((p * shape[1] + width.bit_length() - 1) * shape[2] + b) * shape[3] + r] = number
     tables = [_unit_table(costs, part) for _, part in found.values()]
-    table.tables = (UnitTable * max(len(tables), 1))(*tables)
+    table.tables = (core.UnitTable * max(len(tables), 1))(*tables)
     table.table_of = rows
 
 
-def _places(pools: Sequence[Sequence[Card]], table: ProblemTable) -> list[tuple[int, Sequence[Card]]]:
+def _places(pools: Sequence[Sequence[Card]], table: core.ProblemTable) -> list[tuple[int, Sequence[Card]]]:
     """Each place, and the cards from there on in its pool."""
     each = (pool[i:] for pool in pools for i in range(len(pool) if table.is_measured else 1))
     return list(enumerate(each))
 
 
-def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: ProblemTable) -> None:
-    rows = (RouteTable * table.num_places**2)()
+def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: core.ProblemTable) -> None:
+    rows = (core.RouteTable * table.num_places**2)()
     mates: dict[str, list[Card]] = {}
     for pool in pools:
         mates.setdefault(pool[0].node, []).extend(pool)
@@ -222,7 +212,7 @@ def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: ProblemTa
     table.routes = rows
 
 
-def _fill_route(route: Route, row: RouteTable) -> None:
+def _fill_route(route: Route, row: core.RouteTable) -> None:
     row.latency, row.stream_rate = route.latency_seconds, route.stream_bytes_per_second
     row.rate, row.is_shared = route.bytes_per_second, route.shared
     row.shared_rate, row.copy_seconds = route.shared_bytes_per_second or 0.0, route.copy_seconds_per_byte
@@ -232,7 +222,7 @@ def _fill_route(route: Route, row: RouteTable) -> None:
         row.sizes, row.seconds = _doubles(sizes), _doubles(seconds)
 
 
-def _fill_reductions(costs: Costs, model: ModelConfig, table: ProblemTable) -> None:
+def _fill_reductions(costs: Costs, model: ModelConfig, table: core.ProblemTable) -> None:
     problem, state = costs.problem, STATE_BYTES[costs.problem.precision]
     frozen, halves = model.lora is not None, half_parts(costs)
     table.reduced = _doubles(unit_parameters(costs))
@@ -245,14 +235,14 @@ def _fill_reductions(costs: Costs, model: ModelConfig, table: ProblemTable) -> N
     table.reduce_copy_share = problem.reduce_copy_share
 
 
-def plan_of(tables: Tables, draft: DraftTable) -> Plan:
+def plan_of(tables: Tables, draft: core.DraftTable) -> Plan:
     """A realised draft as a plan: each group takes the next free cards of its pool."""
     free = [iter(pool) for pool in tables.pools]
     taken: list[list[list[tuple[Card, ...]]]] = []
-    lines: list[PipelineRow] = draft.pipelines[: draft.num_pipelines]
+    lines: list[core.PipelineRow] = draft.pipelines[: draft.num_pipelines]
     for line in lines:
         own: list[list[tuple[Card, ...]]] = []
-        rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
+        rows: list[core.StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
         for row in rows:
             pools: list[int] = row.pools[: row.num_replicas] if not row.worker else []
             groups = [tuple(itertools.islice(free[pool], row.width)) for pool in pools]
@@ -273,12 +263,12 @@ def plan_of(tables: Tables, draft: DraftTable) -> Plan:
 
 
 def _stages_of(
-    draft: DraftTable,
-    line: PipelineRow,
+    draft: core.DraftTable,
+    line: core.PipelineRow,
     groups: Sequence[Sequence[tuple[Card, ...]]],
     rank_of: Mapping[Card, int],
 ) -> Iterator[StagePlan]:
-    rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
+    rows: list[core.StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
     first = 0
     for s, (row, replicas) in enumerate(zip(rows, groups, strict=True)):
         recomputed = row.num_recomputed

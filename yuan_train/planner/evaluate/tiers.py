@@ -20,14 +20,7 @@ from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import UnitCost, share_of_layer
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.clocks import Groups, PageTimes, PartTimes
-from yuan_train.schedule.copies import (
-    Offload,
-    TooFewResident,
-    group_copies,
-    kept_bytes,
-    offloads_of,
-    with_copies,
-)
+from yuan_train.schedule import copies
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
 from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, make_schedule
 from yuan_train.schedule.step import RankProgram, Workers
@@ -76,7 +69,7 @@ def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Repli
         held[0] = max(0.0, held[0] - units.boundary_bytes)
     link = min(costs.host_of(card).link_bytes_per_second for card in replica)
     programs = _programs(plan, p)
-    peaks = [kept_bytes(programs[worker], {s: held}) for worker in pipeline.workers[s]]
+    peaks = [copies.kept_bytes(programs[worker], {s: held}) for worker in pipeline.workers[s]]
 
     def seconds(name: str) -> tuple[float, ...]:
         # Embedding and head belong to the parts at the ends.
@@ -100,7 +93,7 @@ def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Repli
 def pipeline_copies(plan: Plan, p: int) -> Mapping[int, Groups]:
     """By worker of a pipeline, its steps in parts with copies, where a stage of it offloads activations."""
     programs = _programs(plan, p)
-    return {worker: group_copies(program) for worker, program in programs.items()}
+    return {worker: copies.group_copies(program) for worker, program in programs.items()}
 
 
 def _parts(
@@ -124,17 +117,17 @@ def _parts(
 def _programs(plan: Plan, p: int) -> dict[int, RankProgram]:
     """By worker of a pipeline, its program with the copies of activations, if a stage of it offloads any."""
     pipeline = plan.pipelines[p]
-    offloads = offloads_of(dict(enumerate(pipeline.stages)))
+    offloads = copies.offloads_of(dict(enumerate(pipeline.stages)))
     try:
         return _with_copies(_shape_of(plan, pipeline), tuple(offloads.items()))
-    except TooFewResident as error:
+    except copies.TooFewResident as error:
         raise TooFewResidentInPlan(p, error) from error
 
 
 class TooFewResidentInPlan(PlanError):
     """Of a pipeline; its text is made when it is read, as that of its cause."""
 
-    def __init__(self, pipeline: int, cause: TooFewResident) -> None:
+    def __init__(self, pipeline: int, cause: copies.TooFewResident) -> None:
         super().__init__(pipeline, cause)
         self._pipeline, self._cause = pipeline, cause
 
@@ -143,12 +136,12 @@ class TooFewResidentInPlan(PlanError):
 
 
 @functools.lru_cache(maxsize=64)
-def _with_copies(shape: _Shape, offloads: tuple[tuple[int, Offload], ...]) -> dict[int, RankProgram]:
+def _with_copies(shape: _Shape, offloads: tuple[tuple[int, copies.Offload], ...]) -> dict[int, RankProgram]:
     found: dict[int, RankProgram] = {}
     for worker, program in enumerate(make_schedule(**shape._asdict())):
         own = {stage: offload for stage, offload in offloads if worker in shape.workers[stage]}
         if own:
-            found[worker] = with_copies(program, own)
+            found[worker] = copies.with_copies(program, own)
     return found
 
 

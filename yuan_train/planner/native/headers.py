@@ -40,8 +40,7 @@ def constant(name: str) -> int:
 
 
 def declared(name: str) -> Callable[[type[S]], type[S]]:
-    """Give a class the fields of `struct name`; the structures in it must be declared before. A pointer to
-    another one is an address."""
+    """Give a class the fields of `struct name`; a pointer to a structure not yet declared is an address."""
 
     def with_fields(own: type[S]) -> type[S]:
         own._fields_ = list(_fields(name))

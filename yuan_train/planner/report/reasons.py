@@ -19,8 +19,7 @@ the normal effort shortened their steps in the mean."""
 
 
 def bound_words(bound: Bound, step_seconds: float, num_cards: int) -> list[str]:
-    """What no plan beats, of which plans, what the bound knows, and what more effort gained on plans of so
-    many cards, where that was measured."""
+    """What no plan beats, what the bound knows, and what more effort gained on so many cards, if measured."""
     sizes = "/".join(map(str, bound.sizes))
     covered = f"{'/'.join(bound.schedules)}, micro-batches of {sizes}"
     words = [

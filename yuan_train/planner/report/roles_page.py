@@ -11,16 +11,7 @@ from html import escape
 from yuan_train.config.load import dump
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.planner.report.roles_text import (
-    describe,
-    engine_words,
-    idle_words,
-    other_lines,
-    proof_words,
-    role_lines,
-    source_words,
-    step_words,
-)
+from yuan_train.planner.report import roles_text
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
 from yuan_train.report.html import bullets, key, svg, table, whole_page
@@ -34,7 +25,12 @@ SHOWN_STEPS = 5
 def roles_html(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
     best = result.best
     title = f"Roles of {problem.load.model.name} on {problem.policy.cluster.name}"
-    lines = [describe(best), step_words(best, problem), idle_words(best), proof_words(result)]
+    lines = [
+        roles_text.describe(best),
+        roles_text.step_words(best, problem),
+        roles_text.idle_words(best),
+        roles_text.proof_words(result),
+    ]
     sections = [
         ("Summary", "".join(f"<p>{escape(line)}</p>" for line in lines)),
         ("Sync beside async", _modes_html(result)),
@@ -42,7 +38,7 @@ def roles_html(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
         ("Idle shares", table(("role", "idle"), [(role, f"{own:.1%}") for role, own in best.idle.items()])),
         ("Roles and engines", _engines_html(best, plan)),
         ("Memory of every role", _memory_html(plan)),
-        ("What else was tried", bullets(other_lines(result))),
+        ("What else was tried", bullets(roles_text.other_lines(result))),
         ("Assumptions", bullets(_assumptions(problem, best))),
         ("plan.yaml", f'<pre id="plan">{escape(dump(plan))}</pre>'),
     ]
@@ -111,12 +107,14 @@ def _timeline_svg(placement: Placement) -> str:
 def _engines_html(placement: Placement, plan: RlPlan) -> str:
     generation = placement.generation
     rows = [
-        (str(e), engine_words(engine), f"{rate:.3g}", f"{share:.1%}")
+        (str(e), roles_text.engine_words(engine), f"{rate:.3g}", f"{share:.1%}")
         for e, (engine, rate, share) in enumerate(
             zip(generation.engines, generation.samples_per_second, generation.shares, strict=True)
         )
     ]
-    return bullets(role_lines(placement, plan)) + table(("engine", "cards", "samples/s", "prompts"), rows)
+    return bullets(roles_text.role_lines(placement, plan)) + table(
+        ("engine", "cards", "samples/s", "prompts"), rows
+    )
 
 
 def _memory_html(plan: RlPlan) -> str:
@@ -150,7 +148,7 @@ def _assumptions(problem: RolesProblem, placement: Placement) -> list[str]:
         f"answers of {load.expected_new_tokens:.0f} on average and {load.new_tokens} at most",
         f"trained in {rows} rows of {load.length} tokens, {problem.forward_passes} forward passes beside it",
         *([] if placement.policy.critic_seconds is None else [CRITIC]),
-        source_words(placement),
+        roles_text.source_words(placement),
         "a round that no profile has reads the stage's weights, and the keys and values of its slots, at "
         "three quarters of the memory bandwidth",
         "weights go from the policy to each engine by exact slices; the busiest card or NIC decides",

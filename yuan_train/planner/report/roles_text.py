@@ -20,8 +20,7 @@ from yuan_train.planner.roles.search import RolesResult
 def roles_table(
     result: RolesResult, problem: RolesProblem, plan: RlPlan, *, answer: Sequence[str] = ()
 ) -> str:
-    """At most a screen of plain text: the answer, roles and their cards, engines, the step, what else was
-    tried."""
+    """At most a screen of text: the answer, roles and their cards, engines, the step, what else was tried."""
     best = result.best
     lines = [*role_lines(best, plan), step_words(best, problem), idle_words(best), proof_words(result)]
     lines += [*(f"instead: {line}" for line in other_lines(result)), source_words(best)]

@@ -234,8 +234,7 @@ def cut_words(candidate: Candidate) -> str:
 
 
 def describe_cards(candidate: Candidate) -> str:
-    """`4 A100-80G > 2 T4`: the cards of a pipeline in the order of its stages; `2 x (...) + ...` if there are
-    several pipelines."""
+    """`4 A100-80G > 2 T4`: a pipeline's cards in the order of its stages; of several `2 x (...) + ...`."""
     types: list[list[str]] = [[] for _ in candidate.plan.pipelines]
     for stage in candidate.cost.stages:
         types[stage.pipeline] += [card.type for card in stage.cards]

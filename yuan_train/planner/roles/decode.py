@@ -34,6 +34,8 @@ from yuan_train.planner.costs.unit_costs import MEMORY_EFFICIENCY, UNIT_OVERHEAD
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.planner.evaluate.stage_cost import StageCost
 
+PartSeconds = tuple[float, float, float]
+"""Of a pass over slots, or prompts: of a layer, of the embedding and beside the model, and of the head."""
 Measured = Mapping[tuple[str, int], GenerationProfile]
 """By type of card, and cards of a tensor-parallel group."""
 
@@ -107,10 +109,11 @@ def _of_stage(stage: DecodeStage, own: GenerationProfile, parts: PartSeconds, su
     """Seconds of a stage, of those of its parts; a group that was not measured divides its products."""
     narrower = own.tensor_parallel < stage.width
     divisor = stage.width if narrower else 1
-    seconds = stage.num_layers * parts.layer / divisor + (sums_seconds if narrower else 0.0)
+    layer, engine, head = parts
+    seconds = stage.num_layers * layer / divisor + (sums_seconds if narrower else 0.0)
     if stage.head:
-        seconds += parts.head / divisor
-    return seconds + (parts.engine if stage.embedding else 0.0)
+        seconds += head / divisor
+    return seconds + (engine if stage.embedding else 0.0)
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,7 @@ class Decoder:
         return allreduce_seconds(self.topology, stage.cards, hidden) if stage.width > 1 else 0.0
 
     def round_seconds(self, stage: DecodeStage, *, slots: int, context: float) -> float:
-        """Seconds of one round of a stage, of `slots` samples whose contexts are `context` tokens on
-        average."""
+        """Seconds of a round of a stage, of `slots` samples with contexts of `context` tokens on average."""
         sums = (2.0 * stage.num_layers + stage.embedding) * self._sum_seconds(stage, slots)
         if owns := profiles_of(self.measured, stage):
             parts = [round_parts(own, slots=slots, context=context) for own in owns]
@@ -206,8 +208,7 @@ class Decoder:
 
 
 def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: int) -> int:
-    """The most slots that fit, at most `limit`, in whole groups of samples; `num_groups` groups of slots take
-    turns."""
+    """The most slots that fit, at most `limit`, for whole prompts; `num_groups` groups of them take turns."""
 
     def held(count: int) -> float:
         slots = count * writing.group
@@ -219,16 +220,6 @@ def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: i
 # --- what a profile has measured -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartSeconds:
-    """Of a pass over some slots, or prompts: of a layer, and of what is there once."""
-
-    layer: float
-    engine: float
-    """Of the embedding, and beside the model."""
-    head: float
-
-
 def measured_rounds(profile: Profile | None) -> Measured:
     """What a profile has of generation."""
     found = profile.generation if profile is not None else ()
@@ -238,21 +229,17 @@ def measured_rounds(profile: Profile | None) -> Measured:
 def round_parts(own: GenerationProfile, *, slots: int, context: float) -> PartSeconds:
     """Seconds of a round, on the cards that were measured."""
     by_slots = [line_through(own.contexts, row, context) for row in own.layer_seconds]
-    return PartSeconds(
-        layer=line_through(own.slots, by_slots, slots),
-        engine=line_through(own.slots, own.engine_seconds, slots),
-        head=line_through(own.slots, own.head_seconds, slots),
+    layer, engine, head = (
+        line_through(own.slots, row, slots) for row in (by_slots, own.engine_seconds, own.head_seconds)
     )
+    return layer, engine, head
 
 
 def reading_parts(own: GenerationProfile, *, prompts: int, tokens: int) -> PartSeconds:
     """Seconds of a reading of so many prompts of so many tokens, which draws `group` tokens for each."""
-    share = tokens / own.prompt_tokens
-    return PartSeconds(
-        layer=share * line_through(own.prompts, own.prompt_layer_seconds, prompts),
-        engine=line_through(own.prompts, own.prompt_engine_seconds, prompts),
-        head=line_through(own.slots, own.head_seconds, prompts * own.group),
-    )
+    layer = tokens / own.prompt_tokens * line_through(own.prompts, own.prompt_layer_seconds, prompts)
+    engine = line_through(own.prompts, own.prompt_engine_seconds, prompts)
+    return layer, engine, line_through(own.slots, own.head_seconds, prompts * own.group)
 
 
 def line_through(places: Sequence[float], values: Sequence[float], place: float) -> float:

@@ -349,8 +349,7 @@ def _owners(holders: Sequence[Holder], first: float, last: float) -> float:
 
 
 def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder]:
-    """What the cards of a pipeline hold, as ranges of the model's parameters from its first unit on: of those
-    that are sent after each batch."""
+    """What a pipeline's cards hold of what is sent after each batch, as ranges of the model's parameters."""
     found: list[Holder] = []
     total = math.fsum(sent_parameters(model, stage) for stage in stages)
     first = 0.0
@@ -369,8 +368,7 @@ def sent_parameters(model: ModelConfig, stage: DecodeStage) -> float:
 
 
 def sync_bytes(model: ModelConfig, engines: Sequence[EnginePlan], precision: Precision) -> float:
-    """Bytes that all engines get after each batch: their parts, those that each card of a group holds whole
-    included."""
+    """Bytes that all engines get after each batch; what each card of a group holds whole counts for each."""
     e = ELEMENT_BYTES[precision]
     table = [p for p in layer_table(model) if is_trained(model, p.name)]
     whole = sum(p.size for p in table if p.sharding in ("whole", "head_norm") or is_whole_adapter(p))

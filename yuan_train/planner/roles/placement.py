@@ -88,8 +88,7 @@ class RolesProblem:
 
     @property
     def forward_passes(self) -> int:
-        """Passes of the policy's plan over all samples beside training: with old weights, with the
-        reference's."""
+        """Passes of the policy's plan beside training: with old weights, with the reference's."""
         return int(self.updates * self.epochs > 1) + int(self.reference)
 
 

@@ -23,6 +23,7 @@ from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
 from yuan_train.planner.costs.unit_costs import value_model
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.roles import placement as placing
 from yuan_train.planner.roles.decode import DecodeStage
 from yuan_train.planner.roles.engines import (
     EnginePlan,
@@ -31,17 +32,6 @@ from yuan_train.planner.roles.engines import (
     deal,
     with_slots,
     without_idle_slots,
-)
-from yuan_train.planner.roles.placement import (
-    Placement,
-    PolicyWork,
-    RewardWork,
-    RolesProblem,
-    engine_rates,
-    part_of_cluster,
-    place,
-    policy_work,
-    reward_work,
 )
 from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.search import search_plan, usable_cards
@@ -63,8 +53,8 @@ MAX_STAGES = 8
 class RolesResult:
     """The placement found, and what the report says about it."""
 
-    best: Placement
-    others: tuple[Placement, ...]
+    best: placing.Placement
+    others: tuple[placing.Placement, ...]
     """The best of each other mode and way to share cards that was priced, then further splits."""
     lower_bound_seconds: float
     exact: bool
@@ -78,7 +68,7 @@ class RolesResult:
 class RolesSearch:
     """One search: the costs of the whole cluster, and what was looked up already."""
 
-    problem: RolesProblem
+    problem: placing.RolesProblem
     clock: Callable[[], float] = time.monotonic
     costs: Costs = field(init=False)
     ways: EngineWays = field(init=False)
@@ -86,10 +76,10 @@ class RolesSearch:
 
     def __post_init__(self) -> None:
         self.costs = make_costs(self.problem.policy)
-        rates = engine_rates(self.problem, self.costs.topology)
+        rates = placing.engine_rates(self.problem, self.costs.topology)
         self.ways = EngineWays(self.problem, rates)
         self._started = self.clock()
-        self._policies: dict[tuple[tuple[int, ...], bool], list[PolicyWork]] = {}
+        self._policies: dict[tuple[tuple[int, ...], bool], list[placing.PolicyWork]] = {}
         self._bounds: dict[tuple[int, ...], float] = {}
         self._generations: dict[tuple[int, ...], list[Generation]] = {}
         groups: dict[str, list[Card]] = {}
@@ -138,14 +128,14 @@ class RolesSearch:
 
     # --- the policy --------------------------------------------------------------------------------------
 
-    def policies(self, split: Split, *, thorough: bool = True) -> list[PolicyWork]:
+    def policies(self, split: Split, *, thorough: bool = True) -> list[placing.PolicyWork]:
         """Plans of the policy on its cards, the fastest first; empty if none fits."""
         key = tuple(counts[0] for counts in split), thorough
         if key not in self._policies:
             self._policies[key] = self._search_policy(split, thorough=thorough)
         return self._policies[key]
 
-    def _search_policy(self, split: Split, *, thorough: bool) -> list[PolicyWork]:
+    def _search_policy(self, split: Split, *, thorough: bool) -> list[placing.PolicyWork]:
         problem = self.problem
         own = replace(problem.policy, cluster=self._policy_cluster(split))
         left = problem.time_limit - (self.clock() - self._started)
@@ -158,16 +148,18 @@ class RolesSearch:
             return []
         self.stopped = self.stopped or result.stopped
         costs = make_costs(own)
-        found = (policy_work(problem, costs, one.plan, one.cost) for one in (result.best, *result.runners_up))
+        found = (
+            placing.policy_work(problem, costs, one.plan, one.cost)
+            for one in (result.best, *result.runners_up)
+        )
         return sorted(found, key=lambda work: work.training_seconds)
 
     def _policy_cluster(self, split: Split) -> Cluster:
         cards = [card for group in self.cards_of(split, 0) for card in group]
-        return part_of_cluster(self.problem.policy.cluster, cards)
+        return placing.part_of_cluster(self.problem.policy.cluster, cards)
 
     def training_bound(self, split: Split) -> float:
-        """Seconds that no plan of the policy's cards can beat; inf if they cannot hold weights and
-        gradients."""
+        """Seconds that no plan of the policy's cards beats; inf if they cannot hold weights and gradients."""
         key = tuple(counts[0] for counts in split)
         if key not in self._bounds:
             self._bounds[key] = self._training_bound(split)
@@ -208,7 +200,7 @@ class RolesSearch:
 
     # --- placements --------------------------------------------------------------------------------------
 
-    def reward(self, split: Split) -> RewardWork | None:
+    def reward(self, split: Split) -> placing.RewardWork | None:
         """The reward model on its cards, as narrow as it fits; None if there is none, or none fits."""
         model = self.problem.reward_model
         if model is None:
@@ -217,7 +209,7 @@ class RolesSearch:
         for width in [1] if model.num_experts else WIDTHS:
             groups = list(groups_of(cards, width))
             if groups and all(size % width == 0 for size in model.spec.tensor_sizes(model).values()):
-                work = reward_work(self.problem, model, groups)
+                work = placing.reward_work(self.problem, model, groups)
                 if work is not None:
                     return work
         return None
@@ -266,7 +258,7 @@ class RolesSearch:
             cache * layers / math.fsum(rate.bytes_per_second for rate in rates),
         )
 
-    def placements(self, split: Split, *, shared: bool, thorough: bool = True) -> list[Placement]:
+    def placements(self, split: Split, *, shared: bool, thorough: bool = True) -> list[placing.Placement]:
         """The best placement of a split in each mode; empty if a role does not fit its cards."""
         reward = self.reward(split)
         if self.problem.reward_model is not None and reward is None:
@@ -276,12 +268,14 @@ class RolesSearch:
         if shared:
             pairs = [(work, way) for work in works if (way := self.ways.shared_generation(work)) is not None]
             modes = ("sync",)
-        put = functools.partial(place, self.problem, self.costs, split=split, reward=reward, shared=shared)
+        put = functools.partial(
+            placing.place, self.problem, self.costs, split=split, reward=reward, shared=shared
+        )
         placed = ([put(mode=mode, policy=work, generation=way) for work, way in pairs] for mode in modes)
         return [min(own, key=lambda placement: placement.step_seconds) for own in placed if own]
 
 
-def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> RolesResult:
+def search_roles(problem: placing.RolesProblem, search: RolesSearch | None = None) -> RolesResult:
     """The fastest placement that fits; `search` may have looked up some costs already.
 
     Raises NoPlanFits, naming the role in the way, if none fits.
@@ -295,7 +289,7 @@ def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> Ro
     num_splits = len(waiting)
     waiting = sorted((item for item in waiting if math.isfinite(item[0])), key=lambda item: item[0])
     lowest = waiting[0][0] if waiting else math.inf
-    found: list[Placement] = []
+    found: list[placing.Placement] = []
     tried: list[tuple[float, float, Split, bool]] = []
     best, priced, stopped = math.inf, 0, False
     # First all splits in short, then thoroughly, the most promising ones first.
@@ -335,15 +329,15 @@ def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> Ro
     )
 
 
-def _fastest_of_each(found: Sequence[Placement]) -> list[Placement]:
+def _fastest_of_each(found: Sequence[placing.Placement]) -> list[placing.Placement]:
     """Of each split and mode the fastest placement, the fastest first."""
-    fastest: dict[tuple[Split, str, bool], Placement] = {}
+    fastest: dict[tuple[Split, str, bool], placing.Placement] = {}
     for placement in sorted(found, key=lambda placement: placement.step_seconds):
         fastest.setdefault((placement.split, placement.mode, placement.shared), placement)
     return list(fastest.values())
 
 
-def _others(ranked: Sequence[Placement]) -> tuple[Placement, ...]:
+def _others(ranked: Sequence[placing.Placement]) -> tuple[placing.Placement, ...]:
     """The best of each other mode and way, then the next best splits; six at most."""
     firsts = {(placement.mode, placement.shared): placement for placement in reversed(ranked)}
     new = {id(placement) for placement in firsts.values()}
@@ -378,7 +372,7 @@ def _why_nothing_fits(search: RolesSearch) -> str:
 class EngineWays:
     """The engines of a problem."""
 
-    problem: RolesProblem
+    problem: placing.RolesProblem
     rates: EngineRates
 
     def list_generations(self, groups: Sequence[Sequence[Card]]) -> list[Generation]:
@@ -450,7 +444,7 @@ class EngineWays:
                 return engine
         return None
 
-    def shared_generation(self, work: PolicyWork) -> Generation | None:
+    def shared_generation(self, work: placing.PolicyWork) -> Generation | None:
         """The policy's pipelines as engines, in the memory that training leaves; None if a group does not
         fit, or if a card has several stages.
 
@@ -462,7 +456,7 @@ class EngineWays:
         engines = found and self._pipelines(work, min(engine.slots for engine in found))
         return Generation(engines, self.rates, shares) if engines else None
 
-    def _pipelines(self, work: PolicyWork, limit: int) -> tuple[EnginePlan, ...] | None:
+    def _pipelines(self, work: placing.PolicyWork, limit: int) -> tuple[EnginePlan, ...] | None:
         """The policy's pipelines as engines of at most so many slots."""
         engines: list[EnginePlan] = []
         for p, pipeline in enumerate(work.plan.pipelines):

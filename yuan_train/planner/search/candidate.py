@@ -103,8 +103,7 @@ def _keeps_keys(plan: Plan, options: Options) -> bool:
 
 
 def beside_cards(plan: Plan) -> int:
-    """How much of the engine beside the cards a plan uses: 0 nothing, 1 optimizer state on hosts, 2
-    activations too, 3 pages of parameters or disks."""
+    """What a plan uses beside cards: 0 nothing, 1 state on hosts, 2 activations too, 3 pages or disks."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     tiers = (
         any(stage.optimizer_offload for stage in stages),

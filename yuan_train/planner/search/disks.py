@@ -15,8 +15,7 @@ STEPS = 1000
 
 
 def with_disks(costs: Costs, plan: Plan) -> Plan:
-    """The plan with the smallest part of the state on each host on its node's disk with which the rest fits
-    the host, as far as there is one."""
+    """The plan with the least of each host's state on its node's disk, if any, with which the rest fits."""
     pipelines = [list(pipeline.stages) for pipeline in plan.pipelines]
     slots = slot_bytes(costs.problem.precision, math.inf)
     for cost in cost_stages(costs, plan):

@@ -75,8 +75,7 @@ class FoundDrafts:
 
 
 def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
-    """The fastest plans that the core finds, from shapes and from random drafts; none where it has no tables
-    of the problem."""
+    """The fastest plans that the core finds, from shapes and random drafts; none where it has no tables."""
     costs, options = space.costs, space.options
     sizes, found = options.all_sizes, list[Candidate]()
     any_fits, num_priced = False, 0

@@ -23,15 +23,8 @@ from yuan_train.config.run import Recompute, ScheduleName
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import CardCosts
+from yuan_train.planner.search import local
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.local import (
-    descend,
-    move_batches,
-    move_depths,
-    move_experts,
-    move_layers,
-    move_schedule,
-)
 from yuan_train.planner.search.shapes import Options, Shape, make_plan
 from yuan_train.schedule.schedules import in_flight
 
@@ -55,8 +48,7 @@ Grouping = tuple[tuple[Replica, ...], ...]
 
 
 def expert_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans found that fit and have a group, improved by moves; none whose estimate is not near the
-    fastest known plan."""
+    """The best plans with groups, improved by moves; none estimated not near the fastest known plan."""
     if not may_divide_experts(space):
         return []
     costs, options = space.costs, space.options
@@ -76,16 +68,16 @@ def expert_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
     costed = [one for one in judged if one is not None]
     costed.sort(key=lambda one: one.step_seconds)
     moves = functools.partial(_moves, options=options)
-    improved = [descend(space, one, moves) for one in costed[:NUM_IMPROVED]]
+    improved = [local.descend(space, one, moves) for one in costed[:NUM_IMPROVED]]
     return [*improved, *costed]
 
 
 def _moves(plan: Plan, *, options: Options) -> Iterator[Plan]:
-    yield from move_layers(plan)
-    yield from move_experts(plan)
-    yield from move_depths(plan)
-    yield from move_batches(plan, options)
-    yield from move_schedule(plan, options)
+    yield from local.move_layers(plan)
+    yield from local.move_experts(plan)
+    yield from local.move_depths(plan)
+    yield from local.move_batches(plan, options)
+    yield from local.move_schedule(plan, options)
 
 
 def may_divide_experts(space: Space) -> bool:
@@ -326,8 +318,7 @@ class _Search:
         return self.costs.of_experts(card.type, place.micro_batch_size, recompute, experts)
 
     def _most_experts(self, card: Card, width: int, place: _Place, layers: int, recompute: Recompute) -> int:
-        """The most experts of each of so many layers that fit on a card of a group; -1 if none does, not even
-        without experts."""
+        """The most experts of each of so many layers that fit on a card of a group; -1: not even none do."""
         key = (card.type, width, place, layers, recompute)
         if key not in self._most:
             low, high = -1, self.costs.problem.model.num_experts

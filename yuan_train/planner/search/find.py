@@ -62,8 +62,7 @@ def find_plans(
 
 
 def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
-    """The shapes, at most so many if there are plans already, and whether these are all. Raises ConfigError
-    if no shape is allowed."""
+    """(shapes, at most so many, whether these are all). Raises ConfigError if none is allowed."""
     problem = space.costs.problem
     wanted = wanted_shapes(space.cards, space.options, global_batch_size=problem.global_batch_size)
     shapes: list[Shape] = []

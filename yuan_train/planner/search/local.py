@@ -156,8 +156,7 @@ def shift_borders(plan: Plan, group: Sequence[int], shifts: dict[int, float]) ->
 
 
 def move_halves(plan: Plan) -> Iterator[Plan]:
-    """The plan with one border, or two, of pipelines that are alike half a layer further down or up, or with
-    other depths."""
+    """The plan with one or two borders of alike pipelines half a layer further, or with other depths."""
     for group in alike_pipelines(plan):
         borders = range(1, len(plan.pipelines[group[0]].stages))
         for shifted in (own for count in (1, 2) for own in itertools.combinations(borders, count)):

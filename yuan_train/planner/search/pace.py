@@ -10,17 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from yuan_train.config import profile as profiles
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, uncatalogued_types
-from yuan_train.config.profile import (
-    GenerationProfile,
-    HostProfile,
-    Profile,
-    ProfileEntry,
-    StageStart,
-    UnitProfile,
-)
 from yuan_train.config.run import HostCopies, SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -92,11 +85,11 @@ def _slowed(cluster: Cluster, kind: str, factor: float) -> DeviceType:
     return replace(device, **{name: rate / factor for name, rate in known.items()})
 
 
-Named = TypeVar("Named", ProfileEntry, HostProfile, GenerationProfile)
-Timed = TypeVar("Timed", UnitProfile, StageStart)
+Named = TypeVar("Named", profiles.ProfileEntry, profiles.HostProfile, profiles.GenerationProfile)
+Timed = TypeVar("Timed", profiles.UnitProfile, profiles.StageStart)
 
 
-def _slowed_profile(profile: Profile, factors: Mapping[str, tuple[str, float]]) -> Profile:
+def _slowed_profile(profile: profiles.Profile, factors: Mapping[str, tuple[str, float]]) -> profiles.Profile:
     """The profile, with what it has of a type also for the types that are slower."""
 
     def copies(own: tuple[Named, ...]) -> tuple[Named, ...]:
@@ -116,7 +109,7 @@ def _slowed_profile(profile: Profile, factors: Mapping[str, tuple[str, float]]) 
     )
 
 
-def _slowed_entry(entry: ProfileEntry, factor: float) -> ProfileEntry:
+def _slowed_entry(entry: profiles.ProfileEntry, factor: float) -> profiles.ProfileEntry:
     def slow(own: Timed) -> Timed:
         forward, backward = own.forward_seconds * factor, own.backward_seconds * factor
         return replace(own, forward_seconds=forward, backward_seconds=backward)

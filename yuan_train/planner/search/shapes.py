@@ -276,8 +276,7 @@ def _batches(
     options: Options,
     global_batch_size: int,
 ) -> Iterator[Shape]:
-    """The shapes of so many equal pipelines over these stage groups by type of card, for each micro-batch
-    size that divides the batch."""
+    """The shapes of so many equal pipelines over these stage groups, by micro-batch size."""
     most = max(len(own[0]) for own in groups.values())
     for size in options.micro_batch_sizes:
         count, rest = divmod(global_batch_size, num_pipelines * size)
@@ -391,8 +390,7 @@ def by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """One pipeline of a plan: stage s runs units [bounds[s], bounds[s + 1]), halves of layers among them, on
-    stage_groups[s]."""
+    """A pipeline: stage s runs units [bounds[s], bounds[s + 1]), halves of layers too, on stage_groups[s]."""
 
     micro_batch_size: int
     num_micro_batches: int

@@ -18,7 +18,7 @@ from yuan_train.planner.search.paged import pages_fit
 from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, groups_of
 
 _Miss = tuple[float, Plan, StageCost]
-"""What a stage needs in parts of what a plan may fill of its card, the plan, and the stage, which lacks most."""
+"""What a stage needs in parts of what a plan may fill of its card, the plan, and the stage: it lacks most."""
 
 
 def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) -> str:

@@ -80,14 +80,9 @@ class Change:
     """In tokens per second, over the plan at hand; -1 if no plan fits."""
 
 
-@dataclass(frozen=True)
-class _Variant:
-    what: str
-    limit: Limit
-    adds: bool
-    """Whether the plan at hand remains lawful, and counts if the search finds none better."""
-    problem: PlanProblem
-    search: SearchConfig
+_Variant = tuple[str, Limit, bool, PlanProblem, SearchConfig]
+"""What is changed, what that tells, whether the plan at hand stays lawful (and counts if the search finds no
+better one), and what is searched then."""
 
 
 def explain_plan(
@@ -99,13 +94,11 @@ def explain_plan(
     """
     tokens = problem.sequence_length * problem.global_batch_size / step_seconds
     found: list[Change] = []
-    for variant in _variants(problem, search):
-        result = plan_again(variant.problem, variant.search, micro_batch_size)
-        rate = tokens if variant.adds else 0.0
+    for what, limit, adds, own, keys in _variants(problem, search):
+        result, rate = plan_again(own, keys, micro_batch_size), tokens if adds else 0.0
         if isinstance(result, SearchResult):
-            batch = variant.problem.global_batch_size * variant.problem.sequence_length
-            rate = max(rate, batch / result.best.step_seconds)
-        found.append(Change(variant.what, variant.limit, rate or None, rate / tokens - 1.0))
+            rate = max(rate, own.global_batch_size * own.sequence_length / result.best.step_seconds)
+        found.append(Change(what, limit, rate or None, rate / tokens - 1.0))
     return tuple(sorted(found, key=lambda change: -change.gain))
 
 
@@ -113,7 +106,7 @@ def _variants(problem: PlanProblem, search: SearchConfig) -> Iterator[_Variant]:
     cluster = problem.cluster
 
     def other(what: str, limit: Limit, changed: Cluster, *, adds: bool = True) -> _Variant:
-        return _Variant(what, limit, adds, replace(problem, cluster=changed), search)
+        return what, limit, adds, replace(problem, cluster=changed), search
 
     types = dict.fromkeys(card.type for card in cluster.cards)
     for name in types:
@@ -130,10 +123,10 @@ def _variants(problem: PlanProblem, search: SearchConfig) -> Iterator[_Variant]:
         nodes = tuple(replace(group, link=_twice(group.link)) for group in cluster.nodes)
         yield other("links inside nodes twice as fast", "link", replace(cluster, nodes=nodes))
     twice = replace(problem, global_batch_size=2 * problem.global_batch_size)
-    yield _Variant("twice as many sequences per step", "filling", False, twice, search)
+    yield "twice as many sequences per step", "filling", False, twice, search
     if not search.half_layers and problem.profile is None:
         halves = replace(search, half_layers=True)
-        yield _Variant("stages that may end in half a layer", "granularity", True, problem, halves)
+        yield "stages that may end in half a layer", "granularity", True, problem, halves
 
 
 def _twice(link: Link | None) -> Link | None:
