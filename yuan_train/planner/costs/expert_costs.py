@@ -80,9 +80,7 @@ def expert_card_costs(
 
 
 def _scaled(
-    layer: UnitCost,
-    works: tuple[UnitWork, UnitWork],
-    estimates: tuple[UnitCost, UnitCost],
+    layer: UnitCost, works: tuple[UnitWork, UnitWork], estimates: tuple[UnitCost, UnitCost]
 ) -> UnitCost:
     """A measured layer with fewer experts; works and estimates are the held and the whole layer's."""
 

@@ -87,10 +87,7 @@ def _compute_ends(stages: Sequence[StageCost], simulations: Sequence[Simulation]
 
 
 def exposed_weight_sync_seconds(
-    plan: Plan,
-    buckets: Sequence[BucketCost],
-    stages: Sequence[StageCost],
-    simulations: Sequence[Simulation],
+    plan: Plan, buckets: Sequence[BucketCost], stages: Sequence[StageCost], simulations: Sequence[Simulation]
 ) -> float:
     """Seconds by which a step starts later because forwards wait for stepped weights.
 

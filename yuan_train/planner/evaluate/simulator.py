@@ -81,12 +81,7 @@ class StageTimes:
         """[P] seconds of the compute steps of each kind."""
         forward, backward, weight, *_ = self.rows
         rest = [whole - part for whole, part in zip(backward, weight, strict=True)]
-        return {
-            "forward": forward,
-            "backward": backward,
-            "backward_input": rest,
-            "backward_weight": weight,
-        }
+        return {"forward": forward, "backward": backward, "backward_input": rest, "backward_weight": weight}
 
 
 class Played(NamedTuple):
@@ -191,11 +186,7 @@ def simulate_schedule(
 
 @functools.lru_cache(maxsize=64)
 def _operations(
-    schedule: str,
-    workers: Workers,
-    num_micro_batches: int,
-    in_flight: tuple[int, ...] | None,
-    group: int,
+    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None, group: int
 ) -> tuple[pipelines.Operation, ...]:
     if group == 1:
         return pipelines.native_schedule(schedule, workers, num_micro_batches, in_flight).operations()

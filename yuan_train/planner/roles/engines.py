@@ -218,11 +218,7 @@ def deal(count: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def with_slots(
-    rates: EngineRates,
-    stages: Sequence[DecodeStage],
-    *,
-    limit: int,
-    held_bytes: Sequence[float] = (),
+    rates: EngineRates, stages: Sequence[DecodeStage], *, limit: int, held_bytes: Sequence[float] = ()
 ) -> EnginePlan | None:
     """An engine of these stages with as many slots as fit, at most `limit`; None if not one group fits.
 

@@ -19,13 +19,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import cards_of
 from yuan_train.planner.roles import placement as placing
 from yuan_train.planner.roles.decode import DecodeStage
-from yuan_train.planner.roles.engines import (
-    EnginePlan,
-    Generation,
-    Workload,
-    engine_memory,
-    num_groups,
-)
+from yuan_train.planner.roles.engines import EnginePlan, Generation, Workload, engine_memory, num_groups
 from yuan_train.planner.roles.search import RolesResult
 
 PACKED_SHARE = 0.9

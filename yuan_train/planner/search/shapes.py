@@ -400,12 +400,7 @@ class PipelineCut:
 
 
 def make_plan(
-    costs: Costs,
-    shape: Shape,
-    *,
-    order: Sequence[int],
-    bounds: Sequence[int],
-    recompute: Sequence[Recompute],
+    costs: Costs, shape: Shape, *, order: Sequence[int], bounds: Sequence[int], recompute: Sequence[Recompute]
 ) -> Plan:
     """The plan whose stage s has units [bounds[s], bounds[s + 1]) on slot order[s], in every pipeline."""
     cut = PipelineCut(
