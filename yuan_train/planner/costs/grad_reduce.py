@@ -13,17 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from yuan_train.config import plan as plans
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import (
-    Plan,
-    divides_experts,
-    expert_parameters,
-    layer_units,
-    plan_unit_parameters,
-    stage_unit_range,
-    whole_layers,
-)
 from yuan_train.planner.costs.expert_costs import stage_experts
 from yuan_train.planner.costs.links import (
     all_gather_seconds,
@@ -74,7 +66,7 @@ class BucketCost:
         return self.sync_seconds(self.own_sharers)
 
 
-def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
+def bucket_costs(costs: Costs, plan: plans.Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
     """The buckets that several owners hold, in the model's order; the tied embedding is not among them."""
     held = _held_buckets(costs, plan, unit_holders(plan, cards))
     known: dict[tuple[tuple[Replica, ...], float], BucketCost] = {}
@@ -98,14 +90,14 @@ class _Bucket:
     """As in `BucketCost`."""
 
 
-def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
+def _held_buckets(costs: Costs, plan: plans.Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
     """All buckets of a plan, in the model's order."""
-    sizes = unit_parameters(costs, plan_unit_parameters(plan))
-    if divides_experts(plan):
+    sizes = unit_parameters(costs, plans.plan_unit_parameters(plan))
+    if plans.divides_experts(plan):
         return _with_experts(costs, plan, holders, sizes)
     if max(map(len, holders)) == 1:
         return []
-    halvable = whole_layers(plan) if max(sizes) > costs.problem.bucket_size else frozenset[int]()
+    halvable = plans.whole_layers(plan) if max(sizes) > costs.problem.bucket_size else frozenset[int]()
     found: list[_Bucket] = []
     for units in _bucket_units(costs, holders, sizes):
         owners, size = holders[units.start], sum(sizes[u] for u in units)
@@ -121,19 +113,19 @@ def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...
 
 
 def _with_experts(
-    costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]], sizes: Sequence[float]
+    costs: Costs, plan: plans.Plan, holders: Sequence[tuple[Replica, ...]], sizes: Sequence[float]
 ) -> list[_Bucket]:
     """What is whole on every card of a replica has each of them as an owner; then follow the experts of its
     layers, one bucket for each card of a replica, as `Grid.buckets` has them."""
-    experts = expert_parameters(plan.model)
+    experts = plans.expert_parameters(plan.model)
     counts = {
         u: stage_experts(plan, stage)
         for pipeline in plan.pipelines
         for stage in pipeline.stages
-        for u in stage_unit_range(plan, stage)
+        for u in plans.stage_unit_range(plan, stage)
     }
     # A layer, or its feed-forward: the half that ends where a layer does.
-    has_experts = [False, *(end % 1 == 0 for _, _, end in layer_units(plan)), False]
+    has_experts = [False, *(end % 1 == 0 for _, _, end in plans.layer_units(plan)), False]
     whole = [size - experts * held for size, held in zip(sizes, has_experts, strict=True)]
     found: list[_Bucket] = []
     for units in _bucket_units(costs, holders, whole):

@@ -88,8 +88,7 @@ def allreduce_seconds(
 def reduce_scatter_seconds(
     topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int = 1
 ) -> float:
-    """Reduce-scatter of `message_bytes` over k cards, 0 for one card: half of a ring's all-reduce; on gloo a
-    reduction to each card, or of two an all-reduce."""
+    """Reduce-scatter over k cards, 0 for one: as a ring; on gloo k reductions, or of two an all-reduce."""
     k = len(cards)
     if k == 2 and uses_gloo(topology, cards):
         return allreduce_seconds(topology, cards, message_bytes, sharers=sharers)

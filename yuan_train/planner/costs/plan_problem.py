@@ -9,19 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from yuan_train.config import plan as plans
 from yuan_train.config.cluster import Card, Cluster, Sends
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import (
-    PipelinePlan,
-    Plan,
-    RankPlan,
-    StagePlan,
-    divides_experts,
-    layer_units,
-    stage_unit_range,
-    uncatalogued_types,
-)
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
 from yuan_train.planner.costs import unit_costs
@@ -94,8 +85,7 @@ class PlanProblem:
 
     @property
     def reduce_copy_share(self) -> float:
-        """The share of its gradients that a reduction in another dtype holds again, packed; at most: all
-        buckets of a stage may be under way at once."""
+        """The share of its gradients, at most, that a reduction in another dtype holds again, packed."""
         gradient_bytes = STATE_BYTES[self.precision].gradients
         return self.reduce_bytes / gradient_bytes if self.reduce_bytes != gradient_bytes else 0.0
 
@@ -129,7 +119,7 @@ class Costs:
         profile = self.problem.profile
         return self.problem.model.tie_embeddings and (profile is None or not profile.is_whole)
 
-    def for_plan(self, plan: Plan) -> Costs:
+    def for_plan(self, plan: plans.Plan) -> Costs:
         """These costs, or those of the same problem whose groups divide tokens as the plan's do."""
         divided = plan.sequence_parallel
         if divided == self.problem.sequence_parallel or not any(map(_is_wide, plan.pipelines)):
@@ -251,9 +241,11 @@ class Costs:
             self.groups[key] = found
         return self.groups[key]
 
-    def of_stage(self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan) -> StageUnits:
+    def of_stage(
+        self, plan: plans.Plan, replica: Replica, micro_batch_size: int, stage: plans.StagePlan
+    ) -> StageUnits:
         """The units of a stage, its recompute among them. Where cards share experts, of the slowest card."""
-        if divides_experts(plan):
+        if plans.divides_experts(plan):
             ranks = self.of_ranks(plan, replica, micro_batch_size, stage)
             return max(ranks, key=lambda part: part.seconds)
         part = self.of_replica(replica, micro_batch_size, stage.recompute)
@@ -263,7 +255,7 @@ class Costs:
         return _stage_units(plan, stage, part, plain)
 
     def of_ranks(
-        self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan
+        self, plan: plans.Plan, replica: Replica, micro_batch_size: int, stage: plans.StagePlan
     ) -> tuple[StageUnits, ...]:
         """The units of a stage on each card of a replica, in a plan that divides experts."""
         hidden, small = self.expert_ring_seconds(replica, micro_batch_size)
@@ -360,13 +352,13 @@ class StageUnits:
 
 
 def _stage_units(
-    plan: Plan, stage: StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
+    plan: plans.Plan, stage: plans.StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
 ) -> StageUnits:
     """The units of a stage: its first layers of `part`, those that are not recomputed of `plain`."""
     if not plan.divided_layers:
         # Units count the embedding before the layers.
         first_kept = 1 + int(stage.layers[0]) + stage.num_recomputed
-        span = stage_unit_range(plan, stage)
+        span = plans.stage_unit_range(plan, stage)
         first_kept = min(max(first_kept, span.start), span.stop)
         units = (*part.units[span.start : first_kept], *plain.units[first_kept : span.stop])
     else:
@@ -383,13 +375,13 @@ def _stage_units(
 
 
 def _with_halves(
-    plan: Plan, stage: StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
+    plan: plans.Plan, stage: plans.StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
 ) -> Iterator[unit_costs.UnitCost]:
     """The same of a plan that divides layers."""
     if stage.embedding:
         yield part.units[0]
     recomputed = math.floor(stage.layers[0]) + stage.num_recomputed
-    for _, first, end in layer_units(plan):
+    for _, first, end in plans.layer_units(plan):
         if stage.layers[0] <= first and end <= stage.layers[1]:
             layer = int(first)
             source = part if layer < recomputed else plain
@@ -421,17 +413,16 @@ def _with_collectives(
 def plan_on_cards(
     problem: PlanProblem,
     used: Set[Card],
-    pipelines: Callable[[Mapping[Card, int]], Iterable[PipelinePlan]],
+    pipelines: Callable[[Mapping[Card, int]], Iterable[plans.PipelinePlan]],
     *,
     schedule: ScheduleName,
     sharded: bool,
-) -> Plan:
-    """A plan of the cards that are used, whose ranks number them in the cluster file's order; `pipelines`
-    makes its pipelines from the rank of each card."""
+) -> plans.Plan:
+    """A plan of these cards, ranked in the cluster file's order; `pipelines` makes its pipelines of ranks."""
     cards = [card for card in problem.cluster.cards if card in used]
     rank_of = {card: rank for rank, card in enumerate(cards)}
     made = tuple(pipelines(rank_of))
-    return Plan(
+    return plans.Plan(
         cluster=problem.cluster.name,
         model=problem.model,
         sequence_length=problem.sequence_length,
@@ -439,13 +430,15 @@ def plan_on_cards(
         schedule=schedule,
         optimizer_sharding=sharded,
         sequence_parallel=problem.sequence_parallel and any(map(_is_wide, made)),
-        ranks=tuple(RankPlan(rank=rank, device=card.name, type=card.type) for card, rank in rank_of.items()),
+        ranks=tuple(
+            plans.RankPlan(rank=rank, device=card.name, type=card.type) for card, rank in rank_of.items()
+        ),
         pipelines=made,
-        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
+        device_types=plans.uncatalogued_types(problem.cluster, {card.type for card in cards}),
     )
 
 
-def _is_wide(pipeline: PipelinePlan) -> bool:
+def _is_wide(pipeline: plans.PipelinePlan) -> bool:
     """Whether it has a tensor-parallel group of several cards."""
     return any(len(replica) > 1 for stage in pipeline.stages for replica in stage.replicas)
 

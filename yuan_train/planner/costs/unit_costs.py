@@ -20,18 +20,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import Profile, ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.workload import (
-    STATE_BYTES,
-    HalfShare,
-    ModelWork,
-    StateBytes,
-    TensorGroup,
-    TokenRows,
-    UnitWork,
-    half_shares,
-    has_flash,
-    model_work,
-)
+from yuan_train.planner.costs import workload
 
 # Policy, not measurement: what a well-tuned dense model commonly reaches of the stated peaks.
 SMALL_MATRIX_EFFICIENCY = 0.5
@@ -97,7 +86,7 @@ class UnitCost:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
+def share_of_layer(layer: UnitCost, half: workload.HalfShare) -> UnitCost:
     """The costs of half a layer."""
     return UnitCost(
         forward_seconds=layer.forward_seconds * half.seconds,
@@ -153,7 +142,7 @@ class CardCosts:
     """Rate of the optimizer step's memory traffic."""
     boundary_bytes: float
     """One hidden state at the end of a stage; 0 with an external profile, whose activations include it."""
-    halves: tuple[HalfShare, HalfShare]
+    halves: tuple[workload.HalfShare, workload.HalfShare]
     """What attention and feed-forward take of a layer's costs."""
     start: StageStart = StageStart()
     """Of each stage, besides its units."""
@@ -216,20 +205,22 @@ def _memory_rate(device: DeviceType) -> float:
 
 def card_costs(
     model: ModelConfig,
-    rows: TokenRows,
+    rows: workload.TokenRows,
     *,
     recompute: Recompute,
     type_name: str,
     device: DeviceType,
     profile: Profile | None,
-    group: TensorGroup = TensorGroup(),  # noqa: B008
+    group: workload.TensorGroup = workload.TensorGroup(),  # noqa: B008
 ) -> CardCosts:
     """Every unit's seconds and bytes on one card of this type in a tensor-parallel group; `recompute` applies
     to the layers.
 
     The device must have a peak in `precision`, unless a profile entry covers it.
     """
-    work = model_work(model, rows, logit_rows=logit_rows(device), group=group, flash=has_flash(device))
+    work = workload.model_work(
+        model, rows, logit_rows=logit_rows(device), group=group, flash=workload.has_flash(device)
+    )
     update_rate = _memory_rate(device)
     if profile is not None:
         own = [entry for entry in profile.entries if entry.device_type == type_name]
@@ -241,13 +232,13 @@ def card_costs(
                 entry = _with_divided_tokens(entry, work.layer, recompute)
                 note += "; of divided tokens an estimate"
             return CardCosts(
-                units=_from_profile(entry, work, STATE_BYTES[rows.precision], recompute, note),
+                units=_from_profile(entry, work, workload.STATE_BYTES[rows.precision], recompute, note),
                 source="measured",
                 note=note,
                 # A foreign profile says nothing of the optimizer step, and its activations are complete.
                 update_bytes_per_second=math.inf if entry.is_whole else update_rate,
                 boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
-                halves=half_shares(work, recompute),
+                halves=workload.half_shares(work, recompute),
                 start=entry.start,
             )
     note = "estimated from the catalogue" + (
@@ -259,7 +250,7 @@ def card_costs(
         note=note,
         update_bytes_per_second=update_rate,
         boundary_bytes=work.layer.output_bytes,
-        halves=half_shares(work, recompute),
+        halves=workload.half_shares(work, recompute),
     )
 
 
@@ -271,7 +262,7 @@ def _measured(
     micro_batch_size: int,
     recompute: Recompute,
     tensor_parallel: int,
-    layer: UnitWork,
+    layer: workload.UnitWork,
     memory_rate: float,
 ) -> tuple[ProfileEntry, str] | None:
     """A card's own entry, if need be derived from others, and a note that says how; None if there is none to
@@ -320,7 +311,7 @@ def _divided_by_width(entry: ProfileEntry, width: int) -> ProfileEntry:
     )
 
 
-def _with_divided_tokens(entry: ProfileEntry, unit: UnitWork, recompute: Recompute) -> ProfileEntry:
+def _with_divided_tokens(entry: ProfileEntry, unit: workload.UnitWork, recompute: Recompute) -> ProfileEntry:
     """An entry of layers whose tokens the group divides: each keeps less, by as much as is estimated."""
     kept = unit.kept_bytes(recompute)
     share = kept / (kept + unit.saved_bytes(recompute))
@@ -329,7 +320,7 @@ def _with_divided_tokens(entry: ProfileEntry, unit: UnitWork, recompute: Recompu
 
 
 def _recomputed(
-    layer: UnitProfile, recompute: Recompute, estimate: UnitWork, memory_rate: float
+    layer: UnitProfile, recompute: Recompute, estimate: workload.UnitWork, memory_rate: float
 ) -> UnitProfile:
     """The same layer under recompute. Full: it keeps only its input; its backward runs the forward first."""
     if recompute == "selective":
@@ -396,7 +387,7 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
 
 
 def _from_profile(
-    entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute, note: str
+    entry: ProfileEntry, work: workload.ModelWork, state: workload.StateBytes, recompute: Recompute, note: str
 ) -> tuple[UnitCost, ...]:
     """The entry's seconds and bytes of each unit: embedding, layers, head."""
     layers = [entry.layer(i) for i in range(work.num_layers)]
@@ -431,34 +422,33 @@ def _from_profile(
 # --- estimated -------------------------------------------------------------------------------------------
 
 
-def _recomputed_bytes(unit: UnitWork, recompute: Recompute) -> float:
+def _recomputed_bytes(unit: workload.UnitWork, recompute: Recompute) -> float:
     """Bytes of the activations that a unit did not keep and holds while its backward runs."""
     if recompute == "full":
         return unit.activation_bytes
     return unit.activation_bytes - unit.kept_bytes(recompute)
 
 
-def _gathered_again(unit: UnitWork, recompute: Recompute) -> int:
-    """All-gathers in the backward of inputs that were not kept; under full recompute all but one have a
-    reduce-scatter beside them, and count as collectives."""
+def _gathered_again(unit: workload.UnitWork, recompute: Recompute) -> int:
+    """All-gathers in the backward of inputs not kept; under full recompute all but one are collectives."""
     if not unit.divides_tokens or recompute == "none":
         return 0
     return unit.forward_collectives if recompute == "selective" else min(unit.forward_collectives, 1)
 
 
 def estimate_units(
-    work: ModelWork, device: DeviceType, precision: Precision, recompute: Recompute
+    work: workload.ModelWork, device: DeviceType, precision: Precision, recompute: Recompute
 ) -> tuple[UnitCost, ...]:
     """The units of `work` by the catalogue's rates: embedding, layers, head."""
     peak = device.peak(precision)
     assert peak is not None, "a card without this precision gets no work"
     matrix_rate, memory_rate = matrix_efficiency(work.hidden_size) * peak, _memory_rate(device)
-    state = STATE_BYTES[precision]
+    state = workload.STATE_BYTES[precision]
 
     def seconds(flops: float, traffic_bytes: float) -> float:
         return flops / matrix_rate + traffic_bytes / memory_rate + UNIT_OVERHEAD_SECONDS
 
-    def cost(unit: UnitWork, recompute: Recompute = "none") -> UnitCost:
+    def cost(unit: workload.UnitWork, recompute: Recompute = "none") -> UnitCost:
         forward = seconds(unit.forward_flops, unit.forward_traffic_bytes)
         backward = seconds(unit.backward_flops, unit.backward_traffic_bytes)
         again = {"none": 0.0, "selective": unit.recomputed_traffic_bytes / memory_rate, "full": forward}

@@ -223,11 +223,8 @@ def _without_flash(attention: architecture.SublayerWork, model: ModelConfig) -> 
 def _with_experts(
     model: ModelConfig, experts: int, unit: Callable[[architecture.SublayerWork], UnitWork]
 ) -> UnitWork:
-    """A unit on a card with so many of its experts; `unit` makes it of a feed-forward's work.
-
-    What it does is for the rows that the card expects, its share of the experts; the bytes are for the most
-    rows that it can be given: a token chooses different experts, so at most one for each.
-    """
+    """A unit on a card with so many of its experts; `unit` makes it of a feed-forward's work. It works on the
+    rows that it expects, with room for the most that it can get: a token chooses different experts."""
     held, chosen = model.spec.held_experts, model.experts_per_token
     assert held is not None, "only architectures with experts divide them"
     none, each, most = (unit(held(model, experts, rows)) for rows in (0, chosen, min(chosen, experts)))
@@ -371,8 +368,7 @@ def _with_adapters(
 
 
 def _embedding_work(model: ModelConfig, rows: TokenRows) -> UnitWork:
-    """Forward, a gather of rows; backward, the rows of the tokens' gradients, made wide and added to the main
-    gradient, unless the matrix is frozen."""
+    """Forward, a gather of rows; backward, unless it is frozen, their gradients are widened and added."""
     tokens, matrix = rows.tokens, model.embedding_parameters
     hidden = ELEMENT_BYTES[rows.precision] * model.hidden_size * tokens
     trained = matrix if model.lora is None else 0

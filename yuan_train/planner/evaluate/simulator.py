@@ -143,7 +143,11 @@ class Simulation(pipelines.RunSeconds):
 
 
 def simulate(
-    schedule: Schedule, times: StageTimes, *, workers: Workers | None = None, sends: Sends = "overlapped"
+    schedule: Schedule,
+    times: StageTimes,
+    *,
+    workers: Workers | None = None,
+    sends: Sends = "overlapped",
 ) -> Simulation:
     """Run a schedule that has passed `check_schedule` in virtual time; by default stage s is on worker s."""
     workers = workers or one_worker_each(len(schedule))
@@ -186,7 +190,11 @@ def simulate_schedule(
 
 @functools.lru_cache(maxsize=64)
 def _operations(
-    schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None, group: int
+    schedule: str,
+    workers: Workers,
+    num_micro_batches: int,
+    in_flight: tuple[int, ...] | None,
+    group: int,
 ) -> tuple[pipelines.Operation, ...]:
     if group == 1:
         return pipelines.native_schedule(schedule, workers, num_micro_batches, in_flight).operations()

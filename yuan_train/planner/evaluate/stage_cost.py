@@ -222,8 +222,7 @@ def _away_of(
     twice: bool,
     pages: LeavingParameters | None,
 ) -> AwayCost:
-    """What the state of a part of a stage costs that is not on its cards; of a matrix that is there `twice`,
-    once, and of parameters in pages nothing."""
+    """What the state of a part costs that is not on its cards; a matrix counts once, pages do not."""
     traffic = STATE_BYTES[costs.problem.precision].update_traffic
     whole = sum(unit.parameters for unit in part.units.units[twice:]) - part.expert_parameters
     owned = whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer

@@ -204,8 +204,7 @@ def leaving_parameters(
 
 
 def group_bytes(pipeline: PipelinePlan, stage: StagePlan, boundary_bytes: float) -> float:
-    """What a stage holds more because a group passes it together: messages on both edges, and one gradient
-    of a hidden state for each member."""
+    """What a stage holds more for a group: messages on both edges, and a gradient of each hidden state."""
     num_edges = (not stage.embedding) + (not stage.head)
     return (pipeline.page_group - 1) * boundary_bytes * (1 + num_edges * MESSAGES_PER_EDGE)
 

@@ -184,8 +184,7 @@ def run_schedule(own: NativeSchedule, times: Sequence[Sequence[float]], *, block
 def run_rounds(
     depths: tuple[int, ...], num_micro_batches: int, times: Sequence[Sequence[float]]
 ) -> NativeRun:
-    """Run 1F1B of these depths with overlapped sends and a worker for each stage, without the rounds that
-    repeat; `times` as above."""
+    """Run 1F1B, sends overlapped, a worker for each stage, without rounds that repeat; `times` as above."""
     core, stages = _core(), len(depths)
     own, seconds = _integers(depths), _Times(*map(_doubles, times))
     return _run(

@@ -215,8 +215,7 @@ def _timeline_drawing(cost: PlanCost) -> Drawing:
 
 
 def _timeline_rows(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
-    """The SVG shapes of each worker's row: a background bar, the waits, then forwards and backwards, a path
-    each."""
+    """The SVG shapes of each worker's row: a background bar, then a path of waits, forwards, backwards."""
     boxes: list[dict[str, list[str]]] = [{"wait": [], "f": [], "b": []} for _ in simulation.busy_seconds]
     ends: dict[int, float] = {}
     for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True):

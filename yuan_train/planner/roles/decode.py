@@ -243,8 +243,7 @@ def reading_parts(own: GenerationProfile, *, prompts: int, tokens: int) -> PartS
 
 
 def line_through(places: Sequence[float], values: Sequence[float], place: float) -> float:
-    """The value at a place, on the line through those of the two nearest places, and not below 0; with one
-    place, what is there."""
+    """The value at a place on the line through the two nearest, at least 0; of one place what is there."""
     if len(places) == 1:
         return values[0]
     after = min(max(bisect.bisect(places, place), 1), len(places) - 1)

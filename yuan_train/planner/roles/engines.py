@@ -19,14 +19,7 @@ from yuan_train.planner.costs.links import message_seconds
 from yuan_train.planner.costs.topology import Topology, find_route
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
-from yuan_train.planner.roles.decode import (
-    Decoder,
-    DecodeStage,
-    Measured,
-    held_parameters,
-    most_slots,
-    profiles_of,
-)
+from yuan_train.planner.roles import decode
 from yuan_train.schedule.schedules import forward_only
 from yuan_train.schedule.step import one_worker_each
 
@@ -63,7 +56,7 @@ class Workload:
 class EnginePlan:
     """A pipeline of stages that generates, with its slots."""
 
-    stages: tuple[DecodeStage, ...]
+    stages: tuple[decode.DecodeStage, ...]
     slots_per_group: int
     num_groups: int
     """Micro-batches of slots that are under way at once."""
@@ -85,23 +78,23 @@ class EngineRates:
 
     topology: Topology
     load: Workload
-    measured: Measured = field(default_factory=dict[tuple[str, int], GenerationProfile])
+    measured: decode.Measured = field(default_factory=dict[tuple[str, int], GenerationProfile])
     memory_fraction: float = 1.0
     """Of a card's memory, what an engine may fill."""
 
     @cached_property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> decode.Decoder:
         """What the workload's model takes on a stage."""
-        return Decoder(self.topology, self.load.model, self.load.precision, self.measured)
+        return decode.Decoder(self.topology, self.load.model, self.load.precision, self.measured)
 
-    def writing(self, stage: DecodeStage) -> Writing:
+    def writing(self, stage: decode.DecodeStage) -> Writing:
         """What samples of the workload take of a stage's cards."""
         load = self.load
         return self.decoder.writing_on(stage, group=load.group, prompt=load.prompt_tokens, length=load.length)
 
     def are_measured(self, engine: EnginePlan) -> bool:
         """Whether a profile has the generation of all its cards."""
-        return all(profiles_of(self.measured, stage) for stage in engine.stages)
+        return all(decode.profiles_of(self.measured, stage) for stage in engine.stages)
 
     def rounds(self, engine: EnginePlan, slots: int) -> float:
         """Seconds of a round in which so many samples get a token each, with contexts of mean length.
@@ -147,8 +140,7 @@ class EngineRates:
         return engine.slots / self.wave_seconds(engine, engine.slots)
 
     def wave_seconds(self, engine: EnginePlan, slots: int) -> float:
-        """Seconds of `slots` samples of mean length that begin together; the first token of each is drawn
-        where its prompt is read."""
+        """Seconds of `slots` mean samples that begin together; reading prompts draws their first tokens."""
         rounds = (self.load.expected_new_tokens - 1) * self.rounds(engine, slots)
         return rounds + self.prefill(engine, -(-slots // self.load.group))
 
@@ -218,7 +210,7 @@ def deal(count: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def with_slots(
-    rates: EngineRates, stages: Sequence[DecodeStage], *, limit: int, held_bytes: Sequence[float] = ()
+    rates: EngineRates, stages: Sequence[decode.DecodeStage], *, limit: int, held_bytes: Sequence[float] = ()
 ) -> EnginePlan | None:
     """An engine of these stages with as many slots as fit, at most `limit`; None if not one group fits.
 
@@ -231,7 +223,7 @@ def with_slots(
     ]
 
     def fitting(groups: int) -> int:
-        return min(most_slots(free, own, limit=limit, num_groups=groups) for free, own in rooms)
+        return min(decode.most_slots(free, own, limit=limit, num_groups=groups) for free, own in rooms)
 
     groups = max(num_groups(len(stages), limit // group), 1)
     slots = fitting(groups)
@@ -245,7 +237,7 @@ def with_slots(
     return EnginePlan(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
 
 
-def _free_bytes(rates: EngineRates, stage: DecodeStage, held_bytes: Sequence[float]) -> float:
+def _free_bytes(rates: EngineRates, stage: decode.DecodeStage, held_bytes: Sequence[float]) -> float:
     """What weights and reserve, or `held_bytes` if it is given, leave of the smallest card."""
     types = [rates.topology.types[card.type] for card in stage.cards]
     capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)
@@ -344,7 +336,7 @@ def _owners(holders: Sequence[Holder], first: float, last: float) -> float:
     return max(total / (last - first), 1.0)
 
 
-def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder]:
+def holders_of(model: ModelConfig, stages: Sequence[decode.DecodeStage]) -> list[Holder]:
     """What a pipeline's cards hold of what is sent after each batch, as ranges of the model's parameters."""
     found: list[Holder] = []
     total = math.fsum(sent_parameters(model, stage) for stage in stages)
@@ -356,10 +348,10 @@ def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder
     return found
 
 
-def sent_parameters(model: ModelConfig, stage: DecodeStage) -> float:
+def sent_parameters(model: ModelConfig, stage: decode.DecodeStage) -> float:
     """Parameters of a stage that are sent to it after each batch: all, or those of adapters."""
     if model.lora is None:
-        return held_parameters(model, stage)
+        return decode.held_parameters(model, stage)
     return stage.num_layers * model.adapter_parameters
 
 

@@ -21,16 +21,8 @@ from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, Tensor
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate
 from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.roles import engines
 from yuan_train.planner.roles.decode import DecodeStage, measured_rounds
-from yuan_train.planner.roles.engines import (
-    EngineRates,
-    Generation,
-    Holder,
-    Workload,
-    holders_of,
-    sync_bytes,
-    sync_seconds,
-)
 from yuan_train.planner.roles.play import FlowTimes, Play, play
 from yuan_train.planner.search.what_if import with_nodes
 from yuan_train.schedule.schedules import forward_only
@@ -42,7 +34,7 @@ class RolesProblem:
 
     policy: PlanProblem
     """Its batch is the samples of a step, each a row of its own; its cluster is the whole one."""
-    load: Workload
+    load: engines.Workload
     micro_batch_size: int
     policy_search: SearchConfig
     packed_rows: int
@@ -114,11 +106,11 @@ def _part_of(group: NodeGroup, node: str, count: int) -> NodeGroup | None:
     return replace(group, host=host).with_cards(group.types[:count], name=node)
 
 
-def engine_rates(problem: RolesProblem, topology: Topology) -> EngineRates:
+def engine_rates(problem: RolesProblem, topology: Topology) -> engines.EngineRates:
     """What engines of a problem take, with what its profile has measured."""
     policy = problem.policy
     measured = measured_rounds(policy.profile)
-    return EngineRates(topology, problem.load, measured, memory_fraction=policy.memory_fraction)
+    return engines.EngineRates(topology, problem.load, measured, memory_fraction=policy.memory_fraction)
 
 
 # --- the policy ------------------------------------------------------------------------------------------
@@ -137,13 +129,15 @@ class PolicyWork:
     """Of these the critic's: values, and its optimizer steps; None: there is none."""
 
     @property
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[engines.Holder]:
         """What its cards hold, for those who get weights from them."""
-        found: list[Holder] = []
+        found: list[engines.Holder] = []
         for p in range(len(self.plan.pipelines)):
             stages = [stage for stage in self.cost.stages if stage.pipeline == p]
             # The first replica of each stage fixes the ranges; the others hold the same.
-            own = holders_of(self.plan.model, [DecodeStage.of(stage, stage.replicas[0]) for stage in stages])
+            own = engines.holders_of(
+                self.plan.model, [DecodeStage.of(stage, stage.replicas[0]) for stage in stages]
+            )
             ranges = {holder.card.name: holder for holder in own}
             for stage in stages:
                 for replica in stage.replicas:
@@ -180,8 +174,7 @@ def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost)
 def _model_seconds(
     problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost | None, *, passes: int
 ) -> float:
-    """Seconds in which a model is trained on a batch, with forward passes beside it; `cost`, if it is known,
-    is that of the plan with a row for each sample."""
+    """Seconds of training on a batch and of forward passes; `cost`, if known, is of a row for each sample."""
     rows = problem.packed_rows
     if rows < plan.global_batch_size:
         cost = cost_plan(costs, _with_rows(plan, rows))
@@ -275,7 +268,7 @@ class Placement:
     split: tuple[tuple[int, int, int], ...]
     """Cards of each group of nodes: policy's, generation's, reward's."""
     policy: PolicyWork
-    generation: Generation
+    generation: engines.Generation
     reward: RewardWork | None
     function_seconds: float
     """Of the reward functions, for a batch; 0 if they were not measured."""
@@ -333,7 +326,7 @@ def place(
     mode: str,
     split: tuple[tuple[int, int, int], ...],
     policy: PolicyWork,
-    generation: Generation,
+    generation: engines.Generation,
     reward: RewardWork | None,
     shared: bool,
 ) -> Placement:
@@ -341,11 +334,13 @@ def place(
     moved = moved_bytes = 0.0
     if not shared:
         model, precision = problem.load.model, problem.load.precision
-        targets = [holder for engine in generation.engines for holder in holders_of(model, engine.stages)]
+        targets = [
+            holder for engine in generation.engines for holder in engines.holders_of(model, engine.stages)
+        ]
         synced = model.parameters if model.lora is None else sum(model.trained_unit_parameters)
         bytes_ = problem.sync_share * synced * ELEMENT_BYTES[precision]
-        moved = sync_seconds(costs.topology, policy.holders, targets, bytes_)
-        moved_bytes = problem.sync_share * sync_bytes(model, generation.engines, precision)
+        moved = engines.sync_seconds(costs.topology, policy.holders, targets, bytes_)
+        moved_bytes = problem.sync_share * engines.sync_bytes(model, generation.engines, precision)
     staleness = problem.staleness if mode == "async" else 0
 
     def played(staleness: int) -> Play:

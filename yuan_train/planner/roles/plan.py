@@ -168,8 +168,7 @@ def _policy_plan(problem: placing.RolesProblem, placement: placing.Placement) ->
 
 
 def placement_of(problem: placing.RolesProblem, plan: rl_plan.RlPlan) -> placing.Placement:
-    """The price of any valid RL plan on the problem's cluster. Raises PlanError if it is another run's, or if
-    its cards are not in the cluster."""
+    """The price of a valid RL plan. Raises PlanError if it is another run's, or has other cards."""
     unpriced = [name for name in ("reference", "critic") if name in plan.plans]
     if unpriced:
         raise PlanError(

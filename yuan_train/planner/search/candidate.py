@@ -65,8 +65,7 @@ def first_shape(plan: Plan, cost: PlanCost) -> Shape:
 
 
 def judge(space: Space, plan: Plan, shape: Shape | None = None) -> Candidate | None:
-    """The plan with its cost, and its first pipeline's shape unless it is given; None if the search keys do
-    not want it, or it does not fit."""
+    """The plan with cost and shape (else its first pipeline's); None if it is not wanted or does not fit."""
     if not is_wanted(plan, space.options):
         return None
     cost = cost_plan(space.costs, plan)

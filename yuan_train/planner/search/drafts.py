@@ -16,14 +16,7 @@ from dataclasses import dataclass
 
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of
-from yuan_train.planner.native.evaluator import (
-    MAX_REPLICAS,
-    NUM_SIZES,
-    DraftTable,
-    PipelineRow,
-    SpaceTable,
-    StageRow,
-)
+from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.disks import with_disks
@@ -80,8 +73,8 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
     sizes, found = options.all_sizes, list[Candidate]()
     any_fits, num_priced = False, 0
     # The core has room for so many sizes at a time.
-    for first in range(0, len(sizes), NUM_SIZES):
-        some = sizes[first : first + NUM_SIZES]
+    for first in range(0, len(sizes), core.NUM_SIZES):
+        some = sizes[first : first + core.NUM_SIZES]
         tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
         if tables is None:
             continue
@@ -103,14 +96,14 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
     return FoundDrafts(tuple(found), any_fits=any_fits, num_priced=num_priced)
 
 
-def draft_of_shape(tables: Tables, shape: Shape) -> DraftTable | None:
+def draft_of_shape(tables: Tables, shape: Shape) -> core.DraftTable | None:
     """Equal pipelines of a shape's slots, without layers; None if a draft cannot have them."""
-    rows: list[StageRow] = []
+    rows: list[core.StageRow] = []
     for d, slot in itertools.product(range(shape.num_pipelines), shape.slots):
         group = slot[d]
-        if len(group) > MAX_REPLICAS:
+        if len(group) > core.MAX_REPLICAS:
             return None
-        row = StageRow(width=len(group[0]), num_replicas=len(group), share=1.0)
+        row = core.StageRow(width=len(group[0]), num_replicas=len(group), share=1.0)
         for r, replica in enumerate(group):
             row.pools[r] = tables.pool_of[replica[0].name]
         rows.append(row)
@@ -118,16 +111,19 @@ def draft_of_shape(tables: Tables, shape: Shape) -> DraftTable | None:
         return None
     size, stages = tables.sizes.index(shape.micro_batch_size), len(shape.slots)
     count = shape.num_micro_batches
-    lines = [PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
-    draft = DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
+    lines = [core.PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
+    draft = core.DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
     draft.num_pipelines, draft.num_stages = len(lines), len(rows)
-    draft.pipelines, draft.stages = (PipelineRow * len(lines))(*lines), (StageRow * len(rows))(*rows)
+    draft.pipelines, draft.stages = (
+        (core.PipelineRow * len(lines))(*lines),
+        (core.StageRow * len(rows))(*rows),
+    )
     return draft
 
 
-def is_short(tables: Tables, draft: DraftTable) -> bool:
+def is_short(tables: Tables, draft: core.DraftTable) -> bool:
     """Whether a draft recomputes, or leaves a card out, which it may do for want of memory."""
-    rows: list[StageRow] = draft.stages[: draft.num_stages]
+    rows: list[core.StageRow] = draft.stages[: draft.num_stages]
     used = sum(row.num_replicas * row.width for row in rows if not row.worker)
     return used < tables.problem.num_cards or any(row.num_recomputed for row in rows)
 
@@ -137,7 +133,7 @@ def _budget(num_cards: int, options: Options, limit_seconds: float) -> int:
     return int(min(most * min(1.0, FEW_CARDS / num_cards), BUDGET_PER_SECOND * limit_seconds))
 
 
-_Known = tuple[float, DraftTable]
+_Known = tuple[float, core.DraftTable]
 """A draft, and its step in seconds."""
 
 
@@ -150,7 +146,7 @@ class _Search:
 
     def run(
         self,
-        space: SpaceTable,
+        space: core.SpaceTable,
         share: float,
         given: Sequence[_Known] = (),
         *,
@@ -177,7 +173,7 @@ class _Search:
 
 
 def search_space(
-    search: _Search, space: SpaceTable, shaped: Sequence[DraftTable], *, keeps_to_cards: bool
+    search: _Search, space: core.SpaceTable, shaped: Sequence[core.DraftTable], *, keeps_to_cards: bool
 ) -> tuple[list[_Known], list[_Known]]:
     """The fastest drafts that keep to the cards, and those with something beside them.
 
@@ -216,7 +212,7 @@ def search_space(
     return (split, []) if only else (_fastest([*on_cards, *split]), beside)
 
 
-def _restarted(search: _Search, spaces: Sequence[SpaceTable]) -> list[list[_Known]]:
+def _restarted(search: _Search, spaces: Sequence[core.SpaceTable]) -> list[list[_Known]]:
     """What searches of each space find, and more of the one whose drafts are faster."""
     small = search.tables.problem.num_cards <= SMALL_CARDS
     times, share = (SMALL_TIMES, RESTART / 2) if small else (1, RESTART)
@@ -227,7 +223,7 @@ def _restarted(search: _Search, spaces: Sequence[SpaceTable]) -> list[list[_Know
     return [run for own in (*found, further) for run in own]
 
 
-def _continued(search: _Search, space: SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
+def _continued(search: _Search, space: core.SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
     """The fastest drafts after rounds that go on from the fastest one of each search, while they gain."""
     runs = [run for run in found if run]
     for number in range(1, MOST_ROUNDS + 1 if runs else 1):
@@ -250,15 +246,17 @@ def _fastest(found: Sequence[_Known]) -> list[_Known]:
     return kept[:NUM_JUDGED]
 
 
-def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
+def draft_space(options: Options, problem: PlanProblem) -> core.SpaceTable:
     """The search keys."""
     allowed, batch = options.num_micro_batches, problem.global_batch_size
     each = None if allowed is None else (c_uint8 * (batch + 1))(*(n in allowed for n in range(batch + 1)))
     schedules = sum(1 << NAMES.index(name) for name in options.all_schedules)
-    replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
+    replicas = (
+        ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= core.MAX_REPLICAS)
+    )
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
     recompute = sum(1 << RECOMPUTES.index(kind) for kind in options.recompute)
-    return SpaceTable(
+    return core.SpaceTable(
         recompute,
         schedules,
         sum(1 << int(sharded) for sharded in options.sharded),

@@ -44,8 +44,7 @@ class Plans:
 def find_plans(
     costs: Costs, cards: Sequence[Card], options: Options, limit: TimeLimit
 ) -> tuple[Space, Plans]:
-    """The space, and its fastest plans: of many cards as islands, else of the shapes and beside them. Raises
-    ConfigError if the search keys allow none."""
+    """The space, and its fastest plans, of many cards as islands. Raises ConfigError if none is allowed."""
     space = Space(costs, cards, options, limit)
     check_special(space)
     large = rank(search_islands(space))
@@ -134,10 +133,8 @@ def even_split(space: Space, plans: Plans, best: Candidate) -> tuple[Candidate |
 
 
 def _cut_evenly(costs: Costs, shape: Shape, options: Options) -> Candidate:
-    """The naive plan: all slots in the cluster's order, layers divided evenly; the first slots get one more.
-
-    All stages have the first recompute of the options that fits; the first of all if none does.
-    """
+    """The naive plan: all slots in the cluster's order, layers divided evenly, the first slots with one more,
+    and the first recompute that fits, or the first of all."""
     num_layers, num_stages = costs.problem.model.num_layers, len(shape.slots)
     size, rest = divmod(num_layers, num_stages)
     bounds = [0] + [1 + (s + 1) * size + min(s + 1, rest) for s in range(num_stages)]

@@ -146,8 +146,7 @@ def move_schedule(plan: Plan, options: Options) -> Iterator[Plan]:
 
 
 def shift_borders(plan: Plan, group: Sequence[int], shifts: dict[int, float]) -> Iterator[Plan]:
-    """The plan with the first borders of some stages of the pipelines of a group so many layers further, if
-    no stage that had layers is then without."""
+    """The plan with the first borders of some stages of a group shifted, if all with layers keep some."""
     stages = plan.pipelines[group[0]].stages
     borders = [stage.layers[0] + shifts.get(s, 0.0) for s, stage in enumerate(stages)]
     layers = list(itertools.pairwise([*borders, stages[-1].layers[1]]))

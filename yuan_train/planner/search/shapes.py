@@ -187,10 +187,8 @@ def as_plain(options: Options) -> Options:
 
 
 def _allowed(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str) -> tuple[T, ...]:
-    """The known values that are given, in the order of `known`; all known ones if the key is not given.
-
-    Raises ConfigError, with the advice to add `add`, if none is left.
-    """
+    """The known values that are given, in their order; all if the key is not given. Raises ConfigError, with
+    the advice to add `add`, if none is left."""
     kept = tuple(value for value in known if given is None or value in given)
     if not kept:
         words = ", ".join(str(own).lower() if isinstance(own, bool) else str(own) for own in given or ())
