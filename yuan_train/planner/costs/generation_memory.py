@@ -69,11 +69,8 @@ class Writing:
 
 
 def drawing_bytes(draws: int, words: float) -> float:
-    """Most bytes at once while so many tokens are drawn, each of `words` logits.
-
-    The logits are in fp64, and beside them the larger of their exponentials (logsumexp) and, of
-    DRAWN_ELEMENTS of them at a time (on a CPU fewer), in whole rows, a copy and two more while their noise is
-    made.
-    """
+    """Most bytes at once while so many tokens are drawn, each of `words` logits. The logits are in fp64, and
+    beside them the larger of their exponentials (logsumexp) and, of DRAWN_ELEMENTS of them at a time (on a
+    CPU fewer), in whole rows, a copy and two more while their noise is made."""
     rows = min(max(int(DRAWN_ELEMENTS // words), 1), draws)
     return 8.0 * words * (draws + max(draws, 3 * rows))

@@ -200,10 +200,8 @@ def tied_embedding_seconds(
     costs: Costs, firsts: Sequence[Replica], lasts: Sequence[Replica], *, sharded: bool = False
 ) -> float:
     """Seconds to reduce the tied embedding's gradient over all that hold it, and with a `sharded` optimizer
-    to gather it again; 0 without `lasts`, for a single owner, or if it is frozen.
-
-    `firsts` and `lasts` are the replicas of all first and last stages.
-    """
+    to gather it again; 0 without `lasts`, for a single owner, or if it is frozen. `firsts` and `lasts` are
+    the replicas of all first and last stages."""
     if not lasts or costs.problem.model.lora is not None:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
@@ -217,10 +215,8 @@ def grad_reduce_seconds(
     costs: Costs, owners: Sequence[Replica], parameters: float, *, sharded: bool, sharers: int
 ) -> float:
     """Seconds to reduce the gradients of `parameters` parameters over their owners: an all-reduce on each of
-    their rings; with a sharded optimizer a reduce-scatter.
-
-    `sharers` is how many rings share a NIC, these owners' own included.
-    """
+    their rings; with a sharded optimizer a reduce-scatter. `sharers` is how many rings share a NIC, these
+    owners' own included."""
     size = parameters * costs.problem.reduce_bytes
     collective = reduce_scatter_seconds if sharded else allreduce_seconds
     return _slowest_ring_seconds(collective, costs, owners, size, sharers=sharers)

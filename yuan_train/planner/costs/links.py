@@ -68,10 +68,8 @@ def allreduce_seconds(
     topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int = 1
 ) -> float:
     """All-reduce of `message_bytes` over k cards, 0 for one card; the ring or the tree of the module's table.
-
     The ring goes node by node, as communication libraries build it, so that it enters and leaves each node
-    once.
-    """
+    once."""
     k = len(cards)
 
     def seconds(slowest: Callable[[float], float], start: float) -> float:
@@ -147,10 +145,8 @@ def _collective_seconds(
 
 def allreduce_compute_seconds(topology: Topology, cards: Sequence[Card], message_bytes: float) -> float:
     """Seconds of its cards' compute that an all-reduce of `message_bytes` takes while it is hidden behind it.
-
     Each card sends 2(k - 1)/k of the message; a byte takes what the profile measured, on the worst link. 0
-    for links that were not measured.
-    """
+    for links that were not measured."""
     k = len(cards)
     if k < 2:
         return 0.0

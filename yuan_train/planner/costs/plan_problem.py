@@ -444,10 +444,8 @@ def _is_wide(pipeline: plans.PipelinePlan) -> bool:
 
 
 def make_costs(problem: PlanProblem) -> Costs:
-    """The costs of a problem; the cluster's `reserved` bytes are the profile's where it measured them.
-
-    Raises ConfigError if the profile does not belong to the problem.
-    """
+    """The costs of a problem; the cluster's `reserved` bytes are the profile's where it measured them. Raises
+    ConfigError if the profile does not belong to the problem."""
     if problem.profile is not None:
         unit_costs.check_profile(
             problem.profile,

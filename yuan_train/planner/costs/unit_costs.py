@@ -214,10 +214,7 @@ def card_costs(
     group: workload.TensorGroup = workload.TensorGroup(),  # noqa: B008
 ) -> CardCosts:
     """Every unit's seconds and bytes on one card of this type in a tensor-parallel group; `recompute` applies
-    to the layers.
-
-    The device must have a peak in `precision`, unless a profile entry covers it.
-    """
+    to the layers. The device must have a peak in `precision`, unless a profile entry covers it."""
     work = workload.model_work(
         model, rows, logit_rows=logit_rows(device), group=group, flash=workload.has_flash(device)
     )
@@ -356,10 +353,13 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
     def at(x: float, y: float) -> float:
         return share * x if low is high else max(0.0, x + share * (y - x))
 
+    def times(a: UnitProfile | StageStart, b: UnitProfile | StageStart) -> dict[str, float]:
+        names = ("forward_seconds", "backward_seconds")
+        return {name: at(getattr(a, name), getattr(b, name)) for name in names}
+
     def line(a: UnitProfile, b: UnitProfile) -> UnitProfile:
         return UnitProfile(
-            forward_seconds=at(a.forward_seconds, b.forward_seconds),
-            backward_seconds=at(a.backward_seconds, b.backward_seconds),
+            **times(a, b),
             state_bytes=max(a.state_bytes, b.state_bytes),
             activation_bytes=at(a.activation_bytes, b.activation_bytes),
             output_bytes=at(a.output_bytes, b.output_bytes),
@@ -376,12 +376,7 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
         layers=tuple(line(low.layer(i), high.layer(i)) for i in range(count)),
         head=line(low.head, high.head),
         # It does not grow with the micro-batch, unless it was seen to.
-        start=low.start
-        if low is high
-        else StageStart(
-            forward_seconds=at(low.start.forward_seconds, high.start.forward_seconds),
-            backward_seconds=at(low.start.backward_seconds, high.start.backward_seconds),
-        ),
+        start=low.start if low is high else StageStart(**times(low.start, high.start)),
     )
     return entry, note
 

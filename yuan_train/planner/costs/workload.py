@@ -391,11 +391,8 @@ def _embedding_work(model: ModelConfig, rows: TokenRows) -> UnitWork:
 
 def _head_work(model: ModelConfig, rows: TokenRows, logit_rows: int) -> UnitWork:
     """The block-wise loss computes its gradients in the forward: all 6VH FLOP a token are there, and about
-    none in the backward. Of a frozen matrix there is no dW: 4VH.
-
-    dW [V, H] is added to the main gradient at once; dh is kept in w until the backward. At most three blocks
-    of logits are held at a time.
-    """
+    none in the backward. Of a frozen matrix there is no dW: 4VH. dW [V, H] is added to the main gradient at
+    once; dh is kept in w until the backward. At most three blocks of logits are held at a time."""
     e, w, tokens = ELEMENT_BYTES[rows.precision], statistic_bytes(rows.precision), rows.tokens
     hidden, matrix = model.hidden_size, model.output_size * model.hidden_size
     norm_bytes = tokens * (2 * e * hidden + w)

@@ -20,11 +20,8 @@ from yuan_train.planner.native.pipelines import Sent
 
 @dataclass(frozen=True)
 class EdgeFlows:
-    """How many messages of an edge cross the NICs at a time, by node.
-
-    Equal pipelines run in step, so the same edge of all of them is busy at once; different edges of a
-    pipeline take turns.
-    """
+    """How many messages of an edge cross the NICs at a time, by node. Equal pipelines run in step, so the
+    same edge of all of them is busy at once; different edges of a pipeline take turns."""
 
     leaving: Mapping[str, int]
     entering: Mapping[str, int]

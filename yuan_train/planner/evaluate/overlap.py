@@ -89,11 +89,9 @@ def _compute_ends(stages: Sequence[StageCost], simulations: Sequence[Simulation]
 def exposed_weight_sync_seconds(
     plan: Plan, buckets: Sequence[BucketCost], stages: Sequence[StageCost], simulations: Sequence[Simulation]
 ) -> float:
-    """Seconds by which a step starts later because forwards wait for stepped weights.
-
-    The buckets' weights come back in the model's order, on each card one after the other, from the end of the
-    optimizer step on; the next step's forwards begin at the same time, and each unit's waits for its weights.
-    """
+    """Seconds by which a step starts later because forwards wait for stepped weights. The buckets' weights
+    come back in the model's order, on each card one after the other, from the end of the optimizer step on;
+    the next step's forwards begin at the same time, and each unit's waits for its weights."""
     if not any(bucket.weight_sync_seconds for bucket in buckets):
         return 0.0
     needed, units = [float("inf")] * num_units(plan), units_by_stage(plan)

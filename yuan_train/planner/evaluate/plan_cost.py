@@ -111,11 +111,9 @@ def _simulate(costs: Costs, plan: Plan, p: int, times: StageTimes) -> Simulation
 
 
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
-    """The cost of any valid plan.
-
-    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision; and for
-    pipelines that divide the experts of a layer differently, which are not priced.
-    """
+    """The cost of any valid plan. Raises PlanError if a card is not in the cluster, has another type there,
+    or lacks the precision; and for pipelines that divide the experts of a layer differently, which are not
+    priced."""
     if divides_experts(plan):
         check_alike(plan)
     costs = costs.for_plan(plan)

@@ -103,10 +103,8 @@ class StageCost:
 
 
 def cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
-    """The cards of a stage's replicas.
-
-    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
-    """
+    """The cards of a stage's replicas. Raises PlanError if a card is not in the cluster, has another type
+    there, or lacks the precision."""
     return tuple(tuple(_card_of(costs, plan, rank) for rank in replica) for replica in stage.replicas)
 
 

@@ -55,10 +55,8 @@ class LeavingActivations:
 
 
 def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Replica) -> LeavingActivations:
-    """What leaves stage s of pipeline p, by the costs of one replica.
-
-    Raises PlanError if the plan lets too few parts stay for its schedule.
-    """
+    """What leaves stage s of pipeline p, by the costs of one replica. Raises PlanError if the plan lets too
+    few parts stay for its schedule."""
     pipeline = plan.pipelines[p]
     stage = pipeline.stages[s]
     units = costs.of_stage(plan, replica, pipeline.micro_batch_size, stage)

@@ -32,10 +32,8 @@ MAX_WORDS = 90
 def plan_table(
     result: SearchResult, problem: PlanProblem, *, answer: Sequence[str] = (), verbose: bool = False
 ) -> str:
-    """At most a screen of plain text: the answer, then stages, even split, idle cards and notes.
-
-    `verbose` adds bounds, runners-up, the cut in other tools' notations, and the source of every cost.
-    """
+    """At most a screen of plain text: the answer, then stages, even split, idle cards and notes. `verbose`
+    adds bounds, runners-up, the cut in other tools' notations, and the source of every cost."""
     best, cost = result.best, result.best.cost
     lines = [step_words(result, problem)]
     left_out = [f"left out: {line}" for line in left_out_lines(result.left_out)]
@@ -244,11 +242,9 @@ def describe_cards(candidate: Candidate) -> str:
 
 
 def limited_by(stages: Sequence[StageCost], cost: PlanCost) -> str:
-    """What keeps a stage, or one of alike pipelines' stages, from taking another layer.
-
-    The slowest stages are those of the worker that is busiest in a step: replicas divide the micro-batches
-    among them, and unlike pipelines have unlike numbers of these.
-    """
+    """What keeps a stage, or one of alike pipelines' stages, from taking another layer. The slowest stages
+    are those of the worker that is busiest in a step: replicas divide the micro-batches among them, and
+    unlike pipelines have unlike numbers of these."""
     words: list[str] = []
     busy = max(_busy_seconds(cost, stage.pipeline, stage.stage) for stage in stages)
     if busy >= _most_busy_seconds(cost) * (1 - 1e-9):

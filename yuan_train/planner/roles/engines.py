@@ -97,10 +97,8 @@ class EngineRates:
         return all(decode.profiles_of(self.measured, stage) for stage in engine.stages)
 
     def rounds(self, engine: EnginePlan, slots: int) -> float:
-        """Seconds of a round in which so many samples get a token each, with contexts of mean length.
-
-        A group of slots runs whole, however many of them are in use.
-        """
+        """Seconds of a round in which so many samples get a token each, with contexts of mean length. A group
+        of slots runs whole, however many of them are in use."""
         context = self.load.prompt_tokens + self.load.expected_new_tokens / 2
         per_group = engine.slots_per_group
         groups = min(engine.num_groups, -(-slots // per_group))
@@ -213,14 +211,14 @@ def with_slots(
     rates: EngineRates, stages: Sequence[decode.DecodeStage], *, limit: int, held_bytes: Sequence[float] = ()
 ) -> EnginePlan | None:
     """An engine of these stages with as many slots as fit, at most `limit`; None if not one group fits.
-
-    `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included.
-    """
+    `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included."""
     group = rates.load.group
-    rooms = [
-        (_free_bytes(rates, stage, held_bytes[s : s + 1]), rates.writing(stage))
-        for s, stage in enumerate(stages)
-    ]
+    rooms: list[tuple[float, Writing]] = []
+    for s, stage in enumerate(stages):
+        types = [rates.topology.types[card.type] for card in stage.cards]
+        capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)
+        fixed = math.fsum(rates.decoder.fixed_bytes(stage).values())
+        rooms.append((capacity - (held_bytes[s] if held_bytes else fixed), rates.writing(stage)))
 
     def fitting(groups: int) -> int:
         return min(decode.most_slots(free, own, limit=limit, num_groups=groups) for free, own in rooms)
@@ -235,14 +233,6 @@ def with_slots(
         return None
     per_group = slots // groups // group * group
     return EnginePlan(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
-
-
-def _free_bytes(rates: EngineRates, stage: decode.DecodeStage, held_bytes: Sequence[float]) -> float:
-    """What weights and reserve, or `held_bytes` if it is given, leave of the smallest card."""
-    types = [rates.topology.types[card.type] for card in stage.cards]
-    capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)
-    fixed = rates.decoder.fixed_bytes(stage)
-    return capacity - (held_bytes[0] if held_bytes else math.fsum(fixed.values()))
 
 
 def num_groups(num_stages: int, prompts: int) -> int:
@@ -291,11 +281,9 @@ class Holder:
 def sync_seconds(
     topology: Topology, sources: Sequence[Holder], targets: Sequence[Holder], weight_bytes: float
 ) -> float:
-    """Seconds in which the targets get the weights that they hold: the busiest card or NIC decides.
-
-    Each range comes from all sources that hold it, in equal parts, from those of the target's node if there
-    are some. A card sends and receives at the rate of its route, a NIC carries what its node's cards do.
-    """
+    """Seconds in which the targets get the weights that they hold: the busiest card or NIC decides. Each
+    range comes from all sources that hold it, in equal parts, from those of the target's node if there are
+    some. A card sends and receives at the rate of its route, a NIC carries what its node's cards do."""
     lines: dict[tuple[str, str], float] = defaultdict(float)
     latency = 0.0
     for target in targets:

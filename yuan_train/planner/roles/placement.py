@@ -150,10 +150,8 @@ class PolicyWork:
 
 def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost) -> PolicyWork:
     """What a batch takes under a plan of the policy: its rows packed, forward passes, more optimizer steps.
-
     The reference is read from the hosts once a batch. A critic follows the same plan on the same rows: a pass
-    for values, and as many optimizer steps.
-    """
+    for values, and as many optimizer steps."""
     seconds = problem.packing_seconds
     seconds += _model_seconds(problem, costs, plan, cost, passes=problem.forward_passes)
     critic_seconds = None

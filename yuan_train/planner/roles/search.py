@@ -276,10 +276,8 @@ class RolesSearch:
 
 
 def search_roles(problem: placing.RolesProblem, search: RolesSearch | None = None) -> RolesResult:
-    """The fastest placement that fits; `search` may have looked up some costs already.
-
-    Raises NoPlanFits, naming the role in the way, if none fits.
-    """
+    """The fastest placement that fits; `search` may have looked up some costs already. Raises NoPlanFits,
+    naming the role in the way, if none fits."""
     search = search or RolesSearch(problem)
     clock, began = search.clock, search.clock()
     waiting: list[tuple[float, Split, bool]] = []
@@ -446,10 +444,8 @@ class EngineWays:
 
     def shared_generation(self, work: placing.PolicyWork) -> Generation | None:
         """The policy's pipelines as engines, in the memory that training leaves; None if a group does not
-        fit, or if a card has several stages.
-
-        Each answers its part of the batch, and all have as many slots as the largest part fills.
-        """
+        fit, or if a card has several stages. Each answers its part of the batch, and all have as many slots
+        as the largest part fills."""
         shares = tuple(p.num_sequences / work.plan.global_batch_size for p in work.plan.pipelines)
         limit = max(deal(self.problem.load.prompts, shares)) * self.problem.load.group
         found = self._pipelines(work, limit)

@@ -8,6 +8,7 @@ full. Equal pipelines have equal groups, for all that hold a layer must divide i
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -321,15 +322,12 @@ class _Search:
         """The most experts of each of so many layers that fit on a card of a group; -1: not even none do."""
         key = (card.type, width, place, layers, recompute)
         if key not in self._most:
-            low, high = -1, self.costs.problem.model.num_experts
-            while low < high:
-                middle = (low + high + 1) // 2
-                fits = self._fits(card, width, place, layers, recompute, middle)
-                low, high = (middle, high) if fits else (low, middle - 1)
-            self._most[key] = low
+            counts = range(self.costs.problem.model.num_experts + 1)
+            over = functools.partial(self._is_over, card, width, place, layers, recompute)
+            self._most[key] = bisect.bisect_left(counts, True, key=over) - 1
         return self._most[key]
 
-    def _fits(
+    def _is_over(
         self, card: Card, width: int, place: _Place, layers: int, recompute: Recompute, experts: int
     ) -> bool:
         own, none = (self._of(card, place, recompute, n) for n in (experts, 0))
@@ -351,7 +349,7 @@ class _Search:
             optimizer_share=((total - away) / others + away / owners) / total if total else 1.0,
             packed_share=copied,
         )
-        return memory.total <= self.costs.problem.usable_bytes(card.type)
+        return memory.total > self.costs.problem.usable_bytes(card.type)
 
 
 def _plan_of(costs: Costs, division: _Division) -> Plan:

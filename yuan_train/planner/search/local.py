@@ -71,11 +71,8 @@ def _priced(costs: Costs, plan: Plan, options: Options) -> tuple[Plan, PlanCost]
 
 def half_layer_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
     """The fastest known plans with borders between attention and feed-forward; none unless those are asked
-    for.
-
-    Stages of a whole-layer plan are up to a layer away from the best cut; a border in the middle of a layer
-    halves that. With experts the halves are unlike: attention needs compute, experts memory.
-    """
+    for. Stages of a whole-layer plan are up to a layer away from the best cut; a border in the middle of a
+    layer halves that. With experts the halves are unlike: attention needs compute, experts memory."""
     if not space.options.half_layers:
         return []
     return [descend(space, one, move_halves) for one in known[:NUM_SHIFTED]]

@@ -36,9 +36,7 @@ def plan_at_pace(
     copies: HostCopies | None = None,
 ) -> Plan:
     """The fastest plan for cards of that pace, which the forecast counts, beside what saves copy to hosts.
-
-    Raises as `search_plan`.
-    """
+    Raises as `search_plan`."""
     slowed, types = _with_pace(problem, pace)
     size, copies = micro_batch_size, copies or HostCopies()
     plan = search_beside_saves(slowed, search, micro_batch_size=size, copies=copies).best.plan

@@ -8,6 +8,7 @@ fits, with the smallest fraction of the other state on its host. Nothing here is
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -195,14 +196,11 @@ def _price(costs: Costs, plan: Plan, group: int, slots: int) -> _Priced:
 
 def _fewest_pages(costs: Costs, plan: Plan, old: StageCost, slots: int) -> tuple[StagePlan, float]:
     """The stage with the fewest pages with which it fits, or all, and the bytes that do not fit then."""
-    least, most = 0, plan.pipelines[0].stages[old.stage].num_blocks
-    while least < most:
-        middle = (least + most) // 2
-        if _with_fraction(costs, plan, old, middle, slots)[1]:
-            least = middle + 1
-        else:
-            most = middle
-    return _with_fraction(costs, plan, old, most, slots)
+    counts = range(plan.pipelines[0].stages[old.stage].num_blocks)
+    fewest = bisect.bisect_left(
+        counts, True, key=lambda count: not _with_fraction(costs, plan, old, count, slots)[1]
+    )
+    return _with_fraction(costs, plan, old, fewest, slots)
 
 
 def _with_fraction(

@@ -40,10 +40,8 @@ class HostUse(NamedTuple):
 def search_beside_saves(
     problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, copies: HostCopies
 ) -> SearchResult:
-    """As `search_plan`, with room on hosts for what saves copy there, and a note of it.
-
-    If no such plan fits, the one that leaves too little, with a note that says so.
-    """
+    """As `search_plan`, with room on hosts for what saves copy there, and a note of it. If no such plan fits,
+    the one that leaves too little, with a note that says so."""
     result, room = search_plan(problem, search, micro_batch_size=micro_batch_size), 0.0
     for _ in range(MOST_SEARCHES if copies.keys else 0):
         over = [use for use in host_uses(result, problem, copies) if use.over > 0 and use.kept]

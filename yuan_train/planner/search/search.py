@@ -158,10 +158,8 @@ def _bounded(
 
 
 def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
-    """(cards that support the problem's precision, the others with the reason).
-
-    Raises ConfigError if no card does, or if one does not and `use_all` is set.
-    """
+    """(cards that support the problem's precision, the others with the reason). Raises ConfigError if no card
+    does, or if one does not and `use_all` is set."""
     cluster, precision = problem.cluster, problem.precision
     lacking = [card for card in cluster.cards if cluster.device_type(card.type).peak(precision) is None]
     usable = [card for card in cluster.cards if card not in lacking]

@@ -88,10 +88,8 @@ better one), and what is searched then."""
 def explain_plan(
     problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, step_seconds: float
 ) -> tuple[Change, ...]:
-    """The changes, the most helpful first; `step_seconds` is the step of the plan at hand.
-
-    Each change takes a search; `search.time_limit` holds for each.
-    """
+    """The changes, the most helpful first; `step_seconds` is the step of the plan at hand. Each change takes
+    a search; `search.time_limit` holds for each."""
     tokens = problem.sequence_length * problem.global_batch_size / step_seconds
     found: list[Change] = []
     for what, limit, adds, own, keys in _variants(problem, search):
@@ -201,11 +199,9 @@ def rent_plan(
     num_steps: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rent:
-    """The plan for `search.objective`, of all parts of the cluster that are tried.
-
-    `search.time_limit` holds for all of them together. Raises ConfigError without prices, NoPlanFits if no
-    plan fits, or none ends in time.
-    """
+    """The plan for `search.objective`, of all parts of the cluster that are tried. `search.time_limit` holds
+    for all of them together. Raises ConfigError without prices, NoPlanFits if no plan fits, or none ends in
+    time."""
     check_prices(problem.cluster, search.objective)
     started = clock()
 
@@ -300,11 +296,8 @@ class Largest:
 
 
 def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int) -> Largest:
-    """The largest model that differs from the problem's in its number of layers alone.
-
-    Searches by bisection, for what a plan needs grows with its layers. Raises NoPlanFits if one layer is too
-    much.
-    """
+    """The largest model that differs from the problem's in its number of layers alone. Searches by bisection,
+    for what a plan needs grows with its layers. Raises NoPlanFits if one layer is too much."""
     quick = replace(search, time_limit=min(search.time_limit, PROBE_SECONDS))
 
     def refusal(num_layers: int) -> NoPlanFits | ConfigError | None:
