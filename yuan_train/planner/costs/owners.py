@@ -118,8 +118,7 @@ def _optimizer_shares(
 def _reduced_shares(
     plan: plans.Plan, holders: Sequence[tuple[Replica, ...]], *, ties: bool
 ) -> dict[tuple[int, int], float]:
-    """The share of its gradients that a stage has in common with other owners, by pipeline and stage. A tied
-    embedding is held by the first and the last stages."""
+    """The share of its gradients that a stage has in common with others; both ends hold a tied matrix."""
     model, last = plan.model, plans.num_units(plan) - 1
     *sizes, head = plans.plan_unit_parameters(plan)
     sizes.append(head if model.lora is not None else model.head_parameters)

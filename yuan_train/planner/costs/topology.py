@@ -101,8 +101,7 @@ def uses_gloo(topology: Topology, cards: Iterable[Card]) -> bool:
 
 
 def copy_seconds_per_byte(topology: Topology, cards: Iterable[Card]) -> float:
-    """Seconds per byte of one copy between each of these cards and its host, one after the other; a card of
-    gloo's, or a simulated one, is its host."""
+    """Seconds per byte of copies between each card and its host, unless it is one (gloo's, or simulated)."""
     types = [topology.types[card.type] for card in cards]
     return sum(1.0 / card.host_link for card in types if card.backend != "gloo" and card.slowdown is None)
 
@@ -151,8 +150,7 @@ def _network(topology: Topology, nodes: tuple[str, str]) -> Link:
 
 
 def route_kind(topology: Topology, source: Card, target: Card) -> tuple[object, ...]:
-    """What tells the route between two cards from others, if no link was measured: their nodes and, where
-    these have no link or rate of their own, only the nodes' groups."""
+    """What tells an unmeasured route from others: nodes, or groups of nodes without links of their own."""
     ends = source.node, target.node
     if ends in topology.dedicated or ends in topology.shared_rates:
         return ends

@@ -163,8 +163,7 @@ class CardCosts:
 def check_profile(
     profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision, compile: bool = False
 ) -> None:
-    """Raise ConfigError unless the profile was measured for this model's depth, length and precision, with
-    layers compiled or not as here. External profiles do not say."""
+    """Raise ConfigError unless a profile says depth, length, precision and compile as here, or nothing."""
     if model.lora is not None:
         raise ConfigError(
             "profile: all parameters are trained where it is measured, and adapters (lora) here; plan without"

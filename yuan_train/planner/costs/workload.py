@@ -208,8 +208,7 @@ def has_flash(device: DeviceType) -> bool:
 
 
 def _without_flash(attention: architecture.SublayerWork, model: ModelConfig) -> architecture.SublayerWork:
-    """Attention by the memory-efficient kernel: slower, and of grouped queries' keys and values it takes, and
-    keeps, a copy for each query head."""
+    """Attention by the memory-efficient kernel: slower, with grouped keys and values copied per query."""
     copies = 2 * (model.num_attention_heads - model.key_value_heads) * model.head_dim
     more = architecture.Kept(elements=copies)
     return replace(
@@ -235,8 +234,7 @@ def _with_experts(
 
 
 def _share_of(unit: UnitWork, group: TensorGroup) -> UnitWork:
-    """A card's share in a tensor-parallel group: all but the replicated bytes is divided. The few weights of
-    the norms, which every card holds, are divided too."""
+    """A card's share in a tensor-parallel group: all but replicated bytes is divided, norms' weights too."""
     width, divides_tokens = group.width, group.divides_tokens
     if width == 1:
         return unit

@@ -151,8 +151,7 @@ class _Part:
 def stage_cost(
     costs: Costs, plan: Plan, replicas: tuple[Replica, ...], p: int, s: int, *, shares: StateShares
 ) -> StageCost:
-    """The cost of stage s of pipeline p on `replicas`, by its slowest replica (or card, where cards share
-    experts) and its tightest card."""
+    """The cost of stage s of pipeline p, by its slowest replica (or card with experts) and tightest card."""
     pipeline, stage = plan.pipelines[p], plan.pipelines[p].stages[s]
     parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
     slowest = max(parts, key=lambda part: part.units.seconds)

@@ -143,8 +143,7 @@ class EngineRates:
         return rounds + self.prefill(engine, -(-slots // self.load.group))
 
     def batch_seconds(self, engine: EnginePlan, samples: int) -> float:
-        """Seconds of so many samples on an engine that begins and ends empty: full waves, the rest, and the
-        rounds in which only the longest answers are left."""
+        """Seconds of samples on an engine that begins and ends empty: waves, rest, the longest's rounds."""
         if not samples:
             return 0.0
         full, rest = divmod(samples, engine.slots)

@@ -86,8 +86,7 @@ def roles_problem(
 
 
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
-    """The modes that a plan may have; in flight only async, and only sync where prompts depend on what was
-    solved. Raises ConfigError if there is none."""
+    """The modes that a plan may have: in flight async, with skip_solved sync. Raises ConfigError for none."""
     if run.roles.generation is not None:
         return ("sync",)
     wanted: Mode | Literal["auto"] = run.schedule.mode
@@ -116,8 +115,7 @@ def _check_critic(run: RLConfig) -> None:
 
 
 def _packed_rows(run: RLConfig, expected: int) -> int:
-    """Rows that the samples of a step fill. Answers of one length leave what no further sample fits in; those
-    of unlike lengths fill rows to PACKED_SHARE."""
+    """Rows that the samples of a step fill, to PACKED_SHARE where they share rows."""
     samples = run.samples_per_step
     length, mean = run.sequence_length, run.data.max_prompt_tokens + expected
     if not run.shares_rows:

@@ -92,8 +92,7 @@ class RolesSearch:
     # --- splits ------------------------------------------------------------------------------------------
 
     def splits(self, *, shared: bool = False) -> Iterator[Split]:
-        """Every split in which policy, generation and a reward model have cards of their own; `shared`: in
-        which all cards but a reward model's train and generate in turns."""
+        """Every split of cards over roles; `shared`: all but a reward model's train and generate in turns."""
         scores = self.problem.reward_model is not None
         for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
             policy, generation, reward = (sum(part) for part in zip(*counts, strict=True))
@@ -241,8 +240,7 @@ class RolesSearch:
         return min(bounds, default=math.inf)
 
     def _generation_roofline(self, split: Split) -> float:
-        """All cards multiply at their peaks, and read keys and values; 0 if a card's rounds are measured,
-        which may be faster."""
+        """All cards multiply at their peaks, and read keys and values; 0 if some rounds are measured."""
         load = self.problem.load
         cards = [card for group in self.cards_of(split, 0) for card in group]
         if {card.type for card in cards} & {name for name, _ in self.ways.rates.measured}:

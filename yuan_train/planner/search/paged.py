@@ -206,8 +206,7 @@ def _fewest_pages(costs: Costs, plan: Plan, old: StageCost, slots: int) -> tuple
 def _with_fraction(
     costs: Costs, plan: Plan, old: StageCost, count: int, slots: int
 ) -> tuple[StagePlan, float]:
-    """The stage with so many pages and the smallest fraction of its other state on the host with which it
-    fits its cards, and the bytes of card and host that do not fit then."""
+    """The stage with so many pages and the least other state on its host that fits, and bytes that do not."""
     stage = plan.pipelines[0].stages[old.stage]
     if count:
         stage = replace(stage, parameter_offload=count, page_slots=min(slots, count))

@@ -23,8 +23,7 @@ MOST_SEARCHES = 3
 
 
 class HostUse(NamedTuple):
-    """Bytes on a node's host: kept by the plan (state and activations of cards), copied by saves, and what
-    is not left to other programs."""
+    """Bytes on a node's host: kept by the plan, copied by saves, and not left to other programs."""
 
     node: str
     kept: float

@@ -293,8 +293,7 @@ def _batches(
 
 
 def _mixes(limits: dict[str, int], values: Sequence[int], *, most: int) -> Iterator[dict[str, int]]:
-    """Ways to give each type of card one of the values, up to its limit; of more than `most` ways only equal
-    values and single exceptions."""
+    """Ways to give each type one of the values, to its limit; of too many, equal ones with one exception."""
     own = {name: [v for v in values if v <= limit] or [min(values)] for name, limit in limits.items()}
     ways = list(itertools.islice(itertools.product(*own.values()), most + 1))
     if len(ways) <= most:

@@ -57,8 +57,7 @@ def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) ->
 
 
 def _misses(costs: Costs, cards: Sequence[Card], options: Options, *, on_hosts: bool) -> Iterator[_Miss]:
-    """Plans that come near: as few pipelines as may be, layers dealt by what is left of the cards' memory;
-    with `on_hosts`, as much optimizer state as their hosts take."""
+    """Plans that come near: few pipelines, layers dealt by memory; `on_hosts`: with what hosts take."""
     for width in options.tensor:
         for order in _orders(list(groups_of(cards, width)), costs, options):
             for recompute in options.recompute:
@@ -83,8 +82,7 @@ def _orders(groups: Sequence[Replica], costs: Costs, options: Options) -> Iterat
 
 
 def _plan(costs: Costs, order: Sequence[Replica], options: Options, recompute: Recompute) -> Plan:
-    """A pipeline of these groups, whose layers go one by one to where least is needed for what there is. Of
-    several pipelines, which would be alike, one stands for all."""
+    """A pipeline of these groups, layers where least is needed for what there is; it stands for all alike."""
     problem, last = costs.problem, len(order) - 1
     size = min(options.micro_batch_sizes)
     count = max(problem.global_batch_size // (min(options.pipelines or (1,)) * size), 1)

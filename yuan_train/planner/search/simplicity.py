@@ -70,8 +70,7 @@ def burdens(plan: Plan) -> tuple[int, ...]:
 
 
 def prefer_simple(costs: Costs, ranked: Sequence[Candidate], options: Options) -> list[Candidate]:
-    """The plans with the simplest first of those whose step is within `options.simplicity` of the fastest's,
-    some of which leave out what it has; then all slower ones."""
+    """The plans, first the simplest within `options.simplicity` of the fastest, then those slower than it."""
     limit = ranked[0].step_seconds * (1.0 + options.simplicity)
     near = [candidate for candidate in ranked if candidate.step_seconds <= limit]
     near += _without(costs, min(near, key=_burden), options, limit)
