@@ -13,12 +13,11 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl_plan import RlPlan
-from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
-from yuan_train.planner.roles.decode import Decoder, DecodeStage
+from yuan_train.planner.roles.decode import PREFILL_CHUNK, Decoder, DecodeStage, Writing
 from yuan_train.planner.roles.engines import num_groups
 from yuan_train.planner.roles.placement import scoring_on
 

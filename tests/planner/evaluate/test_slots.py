@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.bench.roles import drawn
-from yuan_train.planner.costs.generation_memory import DRAWN_ELEMENTS, PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.workload import TokenRows, model_work
-from yuan_train.planner.roles.decode import DecodeStage
+from yuan_train.planner.roles.decode import DRAWN_ELEMENTS, PREFILL_CHUNK, DecodeStage, Writing
 from yuan_train.planner.roles.engines import engine_memory, with_slots
 from yuan_train.planner.roles.search import RolesSearch
 

@@ -163,7 +163,7 @@ class CardCosts:
 def check_profile(
     profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision, compile: bool = False
 ) -> None:
-    """Raise ConfigError unless a profile says depth, length, precision and compile as here, or nothing."""
+    """Raise ConfigError if the profile says another depth, length, precision or compile than this run."""
     if model.lora is not None:
         raise ConfigError(
             "profile: all parameters are trained where it is measured, and adapters (lora) here; plan without"

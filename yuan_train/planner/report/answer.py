@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -133,7 +132,8 @@ def _time_words(answer: Answer) -> str:
 
 def _other_words(answer: Answer, other: OtherPrecision) -> str:
     """What the precision costs: both ways side by side."""
-    cards = _names([f"{count} {name}" for name, count in other.fp16_only.items()])
+    *most, last = [f"{count} {name}" for name, count in other.fp16_only.items()]
+    cards = f"{', '.join(most)} and {last}" if most else last
     ours = f"{answer.tokens_per_second:,.0f} tokens/s"
     lacking = "has" if sum(other.fp16_only.values()) == 1 else "have"
     if other.tokens_per_second is None:
@@ -149,7 +149,3 @@ def _other_words(answer: Answer, other: OtherPrecision) -> str:
         ways = f"fp16 on all cards {ours}, bf16 without them {theirs}"
         advice = "models made in bf16 may overflow in fp16; train.precision=bf16 leaves these cards out"
     return f"{cards} {lacking} no bf16 units: {ways}; {advice}"
-
-
-def _names(words: Sequence[str]) -> str:
-    return " and ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + f" and {words[-1]}"

@@ -48,7 +48,8 @@ def rent_lines(rent: Rent) -> list[str]:
     for part in rent.pareto:
         slower = part.step_seconds / fastest.step_seconds - 1.0
         cheaper = part.price_per_step / fastest.price_per_step - 1.0
-        what = f"without {_names(part.left_out)}" if part.left_out else "all nodes"
+        more = f" and {len(part.left_out) - 4} more" if len(part.left_out) > 4 else ""
+        what = f"without {', '.join(part.left_out[:4])}{more}" if part.left_out else "all nodes"
         chosen = " (chosen)" if part is rent.chosen else ""
         lines.append(
             f"{what}: step {slower:+.1%}, price of a step {cheaper:+.1%}; {_rent_words(part)}{chosen}"
@@ -59,7 +60,6 @@ def rent_lines(rent: Rent) -> list[str]:
 
 
 def rent_values(rent: Rent) -> list[dict[str, Any]]:
-    """The Pareto list for --json."""
     figures = ("step_seconds", "price_per_hour", "price_per_step", "tokens_per_price")
     return [
         {"left_out": list(part.left_out), **values_of(part, *figures), "chosen": part is rent.chosen}
@@ -69,10 +69,6 @@ def rent_values(rent: Rent) -> list[dict[str, Any]]:
 
 def _rent_words(part: Rented) -> str:
     return f"{part.price_per_hour:.6g} an hour, {part.tokens_per_price:,.0f} tokens for 1"
-
-
-def _names(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
 
 
 def change_lines(changes: Sequence[Change]) -> list[str]:

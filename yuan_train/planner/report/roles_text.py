@@ -66,21 +66,15 @@ def roles_answer(
 def describe(placement: Placement) -> str:
     """`async, staleness 1: policy 3 x H800-80G; generation 4 x H20`."""
     mode = placement.mode + (f", staleness {placement.staleness}" if placement.staleness else "")
-    roles = [f"policy {cards_words(policy_cards(placement))}"]
-    if placement.shared:
-        roles[0] = f"the same cards train and generate: {cards_words(policy_cards(placement))}"
-    else:
+    policy = cards_words(dict.fromkeys(card for own in placement.policy.cost.stages for card in own.cards))
+    roles = [f"the same cards train and generate: {policy}" if placement.shared else f"policy {policy}"]
+    if not placement.shared:
         cards = [card for engine in placement.generation.engines for card in engine.cards]
         roles.append(f"generation {cards_words(cards)}")
     if placement.reward is not None:
         groups = placement.reward.groups
         roles.append(f"reward {cards_words(card for group in groups for card in group)}")
     return f"{mode}: " + "; ".join(roles)
-
-
-def policy_cards(placement: Placement) -> list[Card]:
-    """The cards of the policy's plan."""
-    return list(dict.fromkeys(card for stage in placement.policy.cost.stages for card in stage.cards))
 
 
 def cards_words(cards: Iterable[Card]) -> str:

@@ -226,7 +226,6 @@ def megatron_layout(candidate: Candidate) -> str:
 
 
 def cut_words(candidate: Candidate) -> str:
-    """The cut in others' notations."""
     layout = megatron_layout(candidate)
     return f"layers {layer_list(candidate)}" + (f"; Megatron layout {layout}" if layout else "")
 

@@ -21,23 +21,27 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.profile import GenerationProfile, Profile
-from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import MEMORY_EFFICIENCY, UNIT_OVERHEAD_SECONDS, matrix_efficiency
-from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, TensorGroup, TokenRows, model_work
 from yuan_train.planner.evaluate.stage_cost import StageCost
 
 PartSeconds = tuple[float, float, float]
 """Of a pass over slots, or prompts: of a layer, of the embedding and beside the model, and of the head."""
 Measured = Mapping[tuple[str, int], GenerationProfile]
 """By type of card, and cards of a tensor-parallel group."""
+PREFILL_CHUNK = 512
+"""Prompt tokens that generation reads at once."""
+DRAWN_ELEMENTS = 1 << 22
+"""Logits whose noise is in memory at once: `NOISE_ELEMENTS` of yuan_train/models/generate.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +219,64 @@ def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: i
         return count * writing.group_cache_bytes + writing.lane_bytes(-(-slots // num_groups))
 
     return bisect.bisect_right(range(1, limit // writing.group + 1), free_bytes, key=held) * writing.group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """What is written on a stage of so many layers, which `width` cards share: samples of `length` tokens,
+    `prompt` of them read, `group` to a prompt. A prompt is read once, into a cache of its own that is copied
+    to each of its answers' slots; every cache has a place for padding."""
+
+    model: ModelConfig
+    num_layers: float
+    head: bool
+    width: int
+    group: int
+    prompt: int
+    length: int
+    precision: Precision
+
+    @cached_property
+    def group_cache_bytes(self) -> float:
+        """Of the slots for the answers to a prompt, and of the prompt, on each card: keys and values of every
+        token, and the localized filter's state of u (H) and of its first convolution (H/2)."""
+        e, model = ELEMENT_BYTES[self.precision], self.model
+        state = 1.5 * model.hidden_size if model.attention == "localized_filter" else 0.0
+        places = self.group * (self.length + 1) + self.prompt + 1
+        per_layer = e * (2 * places * model.key_value_size / self.width + (self.group + 1) * state)
+        return self.num_layers * per_layer
+
+    def lane_bytes(self, slots: int) -> float:
+        """Beside the caches, while a group of so many slots is run, on each card the largest of
+
+        - a chunk of its prompts: at most what a layer would keep of it for a backward,
+        - a layer's keys and values, repeated for each query head, where heads share them (a masked
+          attention),
+        - a draw (`drawing_bytes`).
+        """
+        model = self.model
+        shared = model.key_value_size < model.projection_size
+        repeated = 2.0 * ELEMENT_BYTES[self.precision] * slots * self.length * model.projection_size
+        return max(
+            -(-slots // self.group) * self.chunk_bytes if self.num_layers else 0.0,
+            repeated / self.width if shared and self.num_layers else 0.0,
+            drawing_bytes(slots, model.vocab_size / self.width) if self.head else 0.0,
+        )
+
+    @cached_property
+    def chunk_bytes(self) -> float:
+        """Of a chunk of one prompt in one layer."""
+        rows = TokenRows(1, min(self.prompt, PREFILL_CHUNK), self.precision)
+        group = TensorGroup(1 if self.model.num_experts else self.width)
+        return model_work(self.model, rows, logit_rows=1, group=group).layer.activation_bytes
+
+
+def drawing_bytes(draws: int, words: float) -> float:
+    """Most bytes at once while so many tokens are drawn, each of `words` logits. The logits are in fp64, and
+    beside them the larger of their exponentials (logsumexp) and, of DRAWN_ELEMENTS of them at a time (on a
+    CPU fewer), in whole rows, a copy and two more while their noise is made."""
+    rows = min(max(int(DRAWN_ELEMENTS // words), 1), draws)
+    return 8.0 * words * (draws + max(draws, 3 * rows))
 
 
 # --- what a profile has measured -------------------------------------------------------------------------

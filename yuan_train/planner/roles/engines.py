@@ -14,7 +14,6 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import GenerationProfile
-from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.links import message_seconds
 from yuan_train.planner.costs.topology import Topology, find_route
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
@@ -87,7 +86,7 @@ class EngineRates:
         """What the workload's model takes on a stage."""
         return decode.Decoder(self.topology, self.load.model, self.load.precision, self.measured)
 
-    def writing(self, stage: decode.DecodeStage) -> Writing:
+    def writing(self, stage: decode.DecodeStage) -> decode.Writing:
         """What samples of the workload take of a stage's cards."""
         load = self.load
         return self.decoder.writing_on(stage, group=load.group, prompt=load.prompt_tokens, length=load.length)
@@ -212,7 +211,7 @@ def with_slots(
     """An engine of these stages with as many slots as fit, at most `limit`; None if not one group fits.
     `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included."""
     group = rates.load.group
-    rooms: list[tuple[float, Writing]] = []
+    rooms: list[tuple[float, decode.Writing]] = []
     for s, stage in enumerate(stages):
         types = [rates.topology.types[card.type] for card in stage.cards]
         capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)

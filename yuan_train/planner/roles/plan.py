@@ -86,7 +86,7 @@ def roles_problem(
 
 
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
-    """The modes that a plan may have: in flight async, with skip_solved sync. Raises ConfigError for none."""
+    """The modes that a plan may have. Raises ConfigError if search keys and schedule exclude all of them."""
     if run.roles.generation is not None:
         return ("sync",)
     wanted: Mode | Literal["auto"] = run.schedule.mode

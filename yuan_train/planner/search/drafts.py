@@ -19,7 +19,7 @@ from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, 
 from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.disks import with_disks
+from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options, Shape
 
 FEW_CARDS = 56
@@ -71,14 +71,16 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
     """The fastest plans that the core finds, from shapes and random drafts; none where it has no tables."""
     costs, options = space.costs, space.options
     sizes, found = options.all_sizes, list[Candidate]()
-    any_fits, num_priced = False, 0
+    any_fits, num_priced, num_cards = False, 0, len(space.cards)
+    most = options.effort * max(BUDGET_PER_CARD * min(num_cards, FEW_CARDS), LEAST_BUDGET)
+    budget = int(min(most * min(1.0, FEW_CARDS / num_cards), BUDGET_PER_SECOND * space.limit.seconds))
     # The core has room for so many sizes at a time.
     for first in range(0, len(sizes), core.NUM_SIZES):
         some = sizes[first : first + core.NUM_SIZES]
         tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
         if tables is None:
             continue
-        search = _Search(tables, _budget(len(space.cards), options, space.limit.seconds), space.is_over)
+        search = _Search(tables, budget, space.is_over)
         # At most so many of the shapes, in even steps.
         count = min(len(shapes), MOST_SHAPES)
         drafts = [draft_of_shape(tables, shapes[i * len(shapes) // count]) for i in range(count)]
@@ -126,11 +128,6 @@ def is_short(tables: Tables, draft: core.DraftTable) -> bool:
     rows: list[core.StageRow] = draft.stages[: draft.num_stages]
     used = sum(row.num_replicas * row.width for row in rows if not row.worker)
     return used < tables.problem.num_cards or any(row.num_recomputed for row in rows)
-
-
-def _budget(num_cards: int, options: Options, limit_seconds: float) -> int:
-    most = options.effort * max(BUDGET_PER_CARD * min(num_cards, FEW_CARDS), LEAST_BUDGET)
-    return int(min(most * min(1.0, FEW_CARDS / num_cards), BUDGET_PER_SECOND * limit_seconds))
 
 
 _Known = tuple[float, core.DraftTable]

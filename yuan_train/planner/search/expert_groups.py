@@ -49,7 +49,7 @@ Grouping = tuple[tuple[Replica, ...], ...]
 
 
 def expert_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans with groups, improved by moves; none estimated not near the fastest known plan."""
+    """The best plans with groups, improved by moves; none that seem far slower than the fastest."""
     if not may_divide_experts(space):
         return []
     costs, options = space.costs, space.options
@@ -319,7 +319,7 @@ class _Search:
         return self.costs.of_experts(card.type, place.micro_batch_size, recompute, experts)
 
     def _most_experts(self, card: Card, width: int, place: _Place, layers: int, recompute: Recompute) -> int:
-        """The most experts of each of so many layers that fit on a card of a group; -1: not even none do."""
+        """The most experts of each of so many layers that fit on a card of a group; -1 if no layer fits."""
         key = (card.type, width, place, layers, recompute)
         if key not in self._most:
             counts = range(self.costs.problem.model.num_experts + 1)

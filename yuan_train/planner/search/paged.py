@@ -4,6 +4,8 @@ What the engine runs: one pipeline of single cards with full recompute, without 
 sets and orders of the cards, the layers are dealt by speed and moved, one at a time, from stage to stage as
 long as that first lets more fit, then makes the step shorter. Each stage has the fewest pages with which it
 fits, with the smallest fraction of the other state on its host. Nothing here is proven.
+
+Of any plan, `with_disks` moves optimizer state to the disks of nodes whose hosts have no room for it.
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.planner.costs.host import slot_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.candidate import Candidate, Space
-from yuan_train.planner.search.disks import STEPS
 from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan, deal_layers
 
 MOST_CARDS, FEW_CARDS = 16, 3
 """Cards beyond which no pages are tried; up to the second, every order of every set of types is."""
 SLOTS = (3, 2, 1)
+STEPS = 1000
+"""Fractions of state on hosts and disks are multiples of one over this."""
 GROUPS = (1, 1 / 2, 1 / 4, 0)
 """Of a pipeline's micro-batches; 0: one micro-batch."""
 
@@ -218,3 +222,20 @@ def _with_fraction(
         cost = change_stage(costs, plan, old, stage)
     on_card = max(0.0, cost.memory.total - cost.capacity_bytes)
     return stage, on_card + max(0.0, cost.host_bytes - cost.host_capacity_bytes)
+
+
+def with_disks(costs: Costs, plan: Plan) -> Plan:
+    """The plan with the least of each host's state on its node's disk, if any, with which the rest fits."""
+    pipelines = [list(pipeline.stages) for pipeline in plan.pipelines]
+    slots = slot_bytes(costs.problem.precision, math.inf)
+    for cost in cost_stages(costs, plan):
+        own = pipelines[cost.pipeline]
+        over = cost.host_bytes - cost.host_capacity_bytes
+        state = cost.host_bytes - (cost.leaving.host_bytes if cost.leaving else 0.0)
+        if over > 0 and state > 0 and all(map(costs.has_disk, cost.cards)):
+            over += slots * sum(other.replicas == own[cost.stage].replicas for other in own)
+            fraction = min(STEPS, math.ceil(STEPS * over / state)) / STEPS
+            own[cost.stage] = replace(own[cost.stage], optimizer_disk=fraction)
+    pairs = zip(plan.pipelines, pipelines, strict=True)
+    changed = tuple(replace(pipeline, stages=tuple(stages)) for pipeline, stages in pairs)
+    return replace(plan, pipelines=changed)

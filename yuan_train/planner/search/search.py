@@ -167,15 +167,12 @@ def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], li
     advice = f"set train.precision: {'fp16' if precision == 'bf16' and has_fp16 else 'fp32'}"
     if lacking and (use_all or not usable):
         types = ", ".join(sorted({card.type for card in lacking}))
+        names = ", ".join(card.name for card in lacking[:8])
+        names += f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
         demand = "search.use_all_devices requires them" if usable else "there are no other cards"
         raise ConfigError(
-            f"train.precision: {precision}: {_names(lacking)} ({types}) have no {precision} units, "
+            f"train.precision: {precision}: {names} ({types}) have no {precision} units, "
             f"and {demand}; " + advice + (", or use_all_devices: false to leave them out" if usable else "")
         )
     reason = f"no {precision} units; {advice} to use it"
     return usable, [LeftOut(card=card, reason=reason) for card in lacking]
-
-
-def _names(cards: Sequence[Card]) -> str:
-    names = [card.name for card in cards]
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"

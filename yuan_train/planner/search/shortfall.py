@@ -42,7 +42,9 @@ def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) ->
         free = "search.engine: [yuan] and " if options.expressible else ""
         advice += f", or allow {free}search.offload: [optimizer], with which a plan fits"
     elif options.offload or not options.expressible:
-        advice += _page_words(costs, cards, options)
+        # Pages may have been sought already.
+        pages = not options.offload_parameters and pages_fit(costs, cards, options)
+        advice += ", or allow search.offload: [optimizer, parameters], with which a plan fits" * pages
     if stage.recompute == "full":
         return f"{text} with recompute: full{advice}"
     kinds: tuple[Recompute, ...] = ("selective", "full")
@@ -138,13 +140,6 @@ def _memory_words(costs: Costs, card: Card) -> str:
         return whole
     usable = show_bytes(problem.usable_bytes(card.type))
     return f"{usable} ({problem.memory_fraction:.0%} of {whole}, search.memory_fraction)"
-
-
-def _page_words(costs: Costs, cards: Sequence[Card], options: Options) -> str:
-    """That a plan fits with parameters in pages, as text; nothing if none does, or was sought already."""
-    if options.offload_parameters or not pages_fit(costs, cards, options):
-        return ""
-    return ", or allow search.offload: [optimizer, parameters], with which a plan fits"
 
 
 def _with_recompute(costs: Costs, plan: Plan, old: StageCost, kind: Recompute) -> float:
