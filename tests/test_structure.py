@@ -66,14 +66,14 @@ ROOMS = {
     "cli": (32, 6833),  # a terminal view of a run, and its cluster; an agent in two halves
     "config": (16, 6427),  # durations in words and the rent of nodes came from the planner
     "data": (11, 3110),
-    "estimate": (6, 1067),  # What `estimate` counts left the planner, which does not ask for it.
+    "estimate": (6, 1065),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (8, 1207),
     "megatron": (4, 1157),
     "models": (27, 3805),
     "objectives": (3, 306),
     "parallel": (27, 8210),  # with what moves a run in place
-    "profile": (5, 1444),
+    "profile": (5, 1442),
     "report": (11, 2159),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7207),
     "schedule": (9, 2068),
