@@ -28,7 +28,7 @@ from yuan_train.config.plan_constraints import load_plan, save_plan, validate_pl
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.unit_costs import logit_rows
-from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, has_flash, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import search_plan
 from yuan_train.schedule.check import check_schedule
@@ -298,9 +298,7 @@ def _stage_bytes(
         return 0.0, 0.0
     work = model_work(
         plan.model,
-        sequence_length=plan.sequence_length,
-        micro_batch_size=pipeline.micro_batch_size,
-        precision=problem.precision,
+        TokenRows(pipeline.micro_batch_size, plan.sequence_length, problem.precision),
         logit_rows=logit_rows(device),
         group=TensorGroup(width),
         flash=has_flash(device),

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.models import VARIANTS, tiny_model
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.planner.costs.workload import model_work
+from yuan_train.planner.costs.workload import TokenRows, model_work
 
 TOKENS = 32
 
@@ -21,9 +21,7 @@ def test_flops_are_those_that_torch_counts(variant: str, monkeypatch: pytest.Mon
     """Of the definitions: torch sees not into our kernels. It counts all of the causal scores, we half."""
     monkeypatch.setenv("YUAN_KERNELS", "reference")
     config = tiny_model(variant, num_layers=1)
-    work = model_work(
-        config, sequence_length=TOKENS, micro_batch_size=1, precision="fp32", logit_rows=TOKENS
-    ).layer
+    work = model_work(config, TokenRows(1, TOKENS, "fp32"), logit_rows=TOKENS).layer
     scores = 2 * TOKENS * TOKENS * sum(half.scores for half in config.spec.sublayers(config))
     part = Transformer(config, embedding=False, head=False)
     init_weights(part, seed=0)

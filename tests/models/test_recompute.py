@@ -15,7 +15,7 @@ from yuan_train.parallel import tensor
 from yuan_train.parallel.apply import apply_expert_parallel
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
-from yuan_train.planner.costs.workload import TensorGroup, model_work
+from yuan_train.planner.costs.workload import TensorGroup, TokenRows, model_work
 
 MODEL = ModelConfig(
     name="toy",
@@ -56,7 +56,7 @@ def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_la
 )
 def test_kept_bytes_equal_the_planners(variant, precision, recompute, layers):
     model = tiny_model(variant)
-    work = model_work(model, sequence_length=48, micro_batch_size=2, precision=precision, logit_rows=48)
+    work = model_work(model, TokenRows(2, 48, precision), logit_rows=48)
     count = 4 if layers is None else layers
     expected = count * work.layer.kept_bytes(recompute) + (4 - count) * work.layer.kept_bytes("none")
     # The rotary tables, cosine and sine, are computed once for all layers.
@@ -76,7 +76,7 @@ def test_kept_bytes_of_adapters_on_a_frozen_base(variant, recompute):
     add_weight_grads(part, DeferredWeightGrads(), sharding_of(model)[0])
     hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
     kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
-    work = model_work(model, sequence_length=48, micro_batch_size=2, precision="fp32", logit_rows=48)
+    work = model_work(model, TokenRows(2, 48, "fp32"), logit_rows=48)
     assert kept == 4 * work.layer.kept_bytes(recompute) + 48 * model.rotary_size * 4
     assert sum(p.numel() for p in part.parameters()) == 4 * work.layer.parameters
     trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
@@ -102,9 +102,7 @@ def test_kept_bytes_of_a_rank_of_a_tensor_parallel_group(variant, recompute, div
     kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
     work = model_work(
         model,
-        sequence_length=48,
-        micro_batch_size=2,
-        precision="fp32",
+        TokenRows(2, 48, "fp32"),
         logit_rows=48,
         group=TensorGroup(2, divided),
     )
@@ -132,9 +130,7 @@ def test_kept_bytes_of_a_rank_that_shares_experts(held, recompute, monkeypatch):
     monkeypatch.setattr(Router, "_choose", lambda *_: replace(chosen, **fresh(chosen)))
     hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
     kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
-    work = model_work(
-        model, sequence_length=48, micro_batch_size=2, precision="fp32", logit_rows=48, experts=held
-    )
+    work = model_work(model, TokenRows(2, 48, "fp32"), logit_rows=48, experts=held)
     tables = 48 * model.rotary_size * 4
     assert kept == 4 * work.layer.kept_bytes(recompute) + tables
     assert sum(p.numel() for p in part.parameters()) == 4 * work.layer.parameters
@@ -149,9 +145,7 @@ def fresh(choice: Choice) -> dict[str, torch.Tensor]:
 def test_selective_recompute_frees_three_tenths():
     """H = P, F = 4H: of 23 hidden states 16 are kept, in any precision."""
     for precision in ("bf16", "fp32"):
-        layer = model_work(
-            MODEL, sequence_length=48, micro_batch_size=1, precision=precision, logit_rows=48
-        ).layer
+        layer = model_work(MODEL, TokenRows(1, 48, precision), logit_rows=48).layer
         e = {"bf16": 2, "fp32": 4}[precision]
         assert layer.activation_bytes == 48 * (e * 23 * 64 + 4 * 3 + 4 * 4)
         assert 0.68 < layer.selective_bytes / layer.activation_bytes < 0.71

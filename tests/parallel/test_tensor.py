@@ -24,15 +24,13 @@ from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.shard import sharding_style
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel
 from yuan_train.planner.costs.unit_costs import UnitCost, card_costs
-from yuan_train.planner.costs.workload import TensorGroup
+from yuan_train.planner.costs.workload import TensorGroup, TokenRows
 
 
 def layer_cost(model: ModelConfig, recompute: Any, group: TensorGroup = TensorGroup()) -> UnitCost:  # noqa: B008
     costs = card_costs(
         model,
-        sequence_length=8,
-        micro_batch_size=1,
-        precision="fp32",
+        TokenRows(1, 8, "fp32"),
         recompute=recompute,
         type_name="A100-80G",
         device=CATALOGUE["A100-80G"],

@@ -24,6 +24,7 @@ from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.unit_costs import card_costs
+from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.reward_model import RewardModel
 from yuan_train.train.evaluate import load_trained
@@ -60,9 +61,7 @@ def test_the_planner_counts_what_a_reward_model_holds() -> None:
         model,
         card_costs(
             model,
-            sequence_length=256,
-            micro_batch_size=1,
-            precision="fp32",
+            TokenRows(1, 256, "fp32"),
             recompute="none",
             type_name="A10",
             device=CATALOGUE["A10"],

@@ -28,7 +28,7 @@ from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.slots import fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.device import CpuDevice
-from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK
+from yuan_train.planner.roles.decode import PREFILL_CHUNK
 from yuan_train.train import run as run_module
 from yuan_train.train.memory import held_bytes, peak_memory_bytes, reset_peak_memory
 

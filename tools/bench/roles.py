@@ -100,7 +100,7 @@ def brute_force(search: RolesSearch) -> float:
     """The fastest step of all splits, ways and modes, each of them priced."""
     steps = [
         placement.step_seconds
-        for shared, splits in ((False, search.splits()), (True, search.shared_splits()))
+        for shared, splits in ((False, search.splits()), (True, search.splits(shared=True)))
         for split in splits
         for placement in search.placements(split, shared=shared)
     ]

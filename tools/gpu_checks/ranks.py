@@ -27,6 +27,7 @@ from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.groups import init_distributed, make_tensor_groups, shutdown
 from yuan_train.parallel.transport import Ranges, transport_of
 from yuan_train.planner.costs.unit_costs import card_costs
+from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.profile.units import ProfileCase, measure_case
 
 SUITES = (
@@ -219,9 +220,7 @@ def large_layers(bench: Bench) -> Verdict:
         (layer,) = measure_case(case, device_type="here").entry.layers
         wanted = card_costs(
             model,
-            sequence_length=length,
-            micro_batch_size=1,
-            precision=precision,
+            TokenRows(1, length, precision),
             recompute="none",
             type_name="here",
             device=device_type,

@@ -16,9 +16,10 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.run import Recompute
 from yuan_train.estimate.shape import ModelShape
-from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.memory import scoring_bytes, stage_memory
 from yuan_train.planner.costs.unit_costs import CardCosts, card_costs, value_model
+from yuan_train.planner.costs.workload import TokenRows
+from yuan_train.planner.roles.decode import Writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +201,7 @@ def yuan_memory(
     def costs_of(model: ModelConfig, recompute: Recompute) -> CardCosts:
         return card_costs(
             model,
-            sequence_length=samples.length,
-            micro_batch_size=1,
-            precision=precision,
+            TokenRows(1, samples.length, precision),
             recompute=recompute,
             type_name="card",
             device=device,

@@ -13,11 +13,11 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl_plan import RlPlan
-from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
-from yuan_train.planner.roles.decode import Decoder, DecodeStage
+from yuan_train.planner.roles.decode import PREFILL_CHUNK, Decoder, DecodeStage, Writing
 from yuan_train.planner.roles.engines import num_groups
 from yuan_train.planner.roles.placement import scoring_on
 
@@ -142,9 +142,8 @@ def _training(
 def _whole_scoring(costs: Costs, plan: Plan, stage: StageCost, model: ModelConfig) -> dict[str, float]:
     """Of a reward model that every card has whole while it scores."""
     device = costs.problem.cluster.device_type(stage.card.type)
-    _, scoring = scoring_on(
-        device, stage.card.type, model, length=plan.sequence_length, precision=costs.problem.precision
-    )
+    rows = TokenRows(1, plan.sequence_length, costs.problem.precision)
+    _, scoring = scoring_on(device, model, rows)
     return {"reward model": scoring["weights"], "buffers": scoring["activations"]}
 
 

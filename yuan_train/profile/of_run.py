@@ -15,7 +15,7 @@ from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_expert
 from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, card_costs
-from yuan_train.planner.costs.workload import TensorGroup
+from yuan_train.planner.costs.workload import TensorGroup, TokenRows
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -71,9 +71,7 @@ def _costs(
     name, width = key
     return card_costs(
         plan.model,
-        sequence_length=plan.sequence_length,
-        micro_batch_size=size,
-        precision=precision,
+        TokenRows(size, plan.sequence_length, precision),
         recompute=recompute,
         type_name=name,
         device=_device(plan, name, precision),

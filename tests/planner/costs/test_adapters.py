@@ -17,7 +17,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.unit_costs import check_profile
-from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.roles.decode import DecodeStage
 from yuan_train.planner.roles.engines import EnginePlan, holders_of, sync_bytes
@@ -39,9 +39,7 @@ CARD = DeviceType(memory=16 * GIB, reserved=GIB, bf16=1e14, fp32=1e13, memory_ba
 def work_of(model: ModelConfig, width: int = 1) -> Any:
     return model_work(
         model,
-        sequence_length=16,
-        micro_batch_size=2,
-        precision="bf16",
+        TokenRows(2, 16, "bf16"),
         logit_rows=16,
         group=TensorGroup(width),
     )

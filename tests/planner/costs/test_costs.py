@@ -24,7 +24,7 @@ from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile
-from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, has_flash, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
 from yuan_train.planner.evaluate.messages import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
@@ -122,9 +122,7 @@ def started(start, recompute: Recompute, kind):
 def costs_of(given, *, size=1, recompute: Recompute = "none", width=1):
     return card_costs(
         MODEL,
-        sequence_length=128,
-        micro_batch_size=size,
-        precision="fp32",
+        TokenRows(size, 128, "fp32"),
         recompute=recompute,
         type_name="Card",
         device=CARD,
@@ -139,7 +137,7 @@ def costs_of(given, *, size=1, recompute: Recompute = "none", width=1):
 def test_published_sizes():
     """36H^2 + 2SH FLOP a token and layer, 6VH in the head's forward, 18 bytes a parameter under bf16."""
     model = replace(MODEL, hidden_size=2048, num_attention_heads=32, head_dim=64, ffn_hidden_size=8192)
-    work = model_work(model, sequence_length=100, micro_batch_size=2, precision="bf16", logit_rows=10)
+    work = model_work(model, TokenRows(2, 100, "bf16"), logit_rows=10)
     assert work.layer.forward_flops == 200 * (36 * 2048**2 + 2 * 100 * 2048)
     assert work.layer.backward_flops == 2 * work.layer.forward_flops
     assert work.head.forward_flops == 200 * 6 * 512 * 2048
@@ -202,12 +200,14 @@ def test_a_missing_card_is_estimated_and_the_note_says_so():
 
 def test_slowdown_multiplies_estimates_but_not_measurements():
     slow = replace(CARD, slowdown=3.0)
-    arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "recompute": "none"}
-    fast_units = card_costs(MODEL, **arguments, type_name="Card", device=CARD, profile=None).units
-    slow_units = card_costs(MODEL, **arguments, type_name="Card", device=slow, profile=None).units
+
+    def units_of(device, given=None):
+        rows = TokenRows(1, 128, "fp32")
+        return card_costs(MODEL, rows, recompute="none", type_name="Card", device=device, profile=given).units
+
+    fast_units, slow_units = units_of(CARD), units_of(slow)
     assert slow_units[1].forward_seconds == pytest.approx(3 * fast_units[1].forward_seconds, rel=0.3)
-    measured = card_costs(MODEL, **arguments, type_name="Card", device=slow, profile=profile(entry()))
-    assert measured.units[1].forward_seconds == 1.0
+    assert units_of(slow, profile(entry()))[1].forward_seconds == 1.0
 
 
 @pytest.mark.parametrize(
@@ -378,8 +378,8 @@ def test_selective_recompute_lies_between_none_and_full(width):
 
 
 def test_selective_recompute_keeps_replicated_hidden_states_in_full():
-    arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "logit_rows": 128}
-    one, two = (model_work(MODEL, **arguments, group=TensorGroup(width)).layer for width in (1, 2))
+    rows = TokenRows(1, 128, "fp32")
+    one, two = (model_work(MODEL, rows, logit_rows=128, group=TensorGroup(width)).layer for width in (1, 2))
     # Three norms' inputs with their statistics.
     replicated = 128 * (4 * 3 * 64 + 3 * 4)
     assert two.selective_bytes - replicated == (one.selective_bytes - replicated) / 2
@@ -387,9 +387,9 @@ def test_selective_recompute_keeps_replicated_hidden_states_in_full():
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_divided_tokens_leave_nothing_whole_but_what_products_read(recompute):
-    arguments = {"sequence_length": 128, "micro_batch_size": 1, "precision": "fp32", "logit_rows": 128}
+    rows = TokenRows(1, 128, "fp32")
     one, two, divided = (
-        model_work(MODEL, **arguments, group=group).layer
+        model_work(MODEL, rows, logit_rows=128, group=group).layer
         for group in (TensorGroup(), TensorGroup(4), TensorGroup(4, divides_tokens=True))
     )
     kept, whole = divided.kept_bytes(recompute), one.kept_bytes(recompute)
@@ -422,11 +422,13 @@ def test_a_profile_may_call_cards_as_their_driver_does():
 def test_the_forecast_knows_which_attention_a_card_has():
     """Below compute capability 8.0 scores are slower, and grouped keys and values are kept for each query."""
     grouped = replace(MODEL, architecture="llama", num_attention_heads=4, num_key_value_heads=1)
-    given = {"sequence_length": 256, "micro_batch_size": 1, "precision": "fp16", "recompute": "none"}
+    rows = TokenRows(1, 256, "fp16")
 
     def layer(model: ModelConfig, capability: float | None):
         device = replace(CATALOGUE["V100-32G"], capability=capability)
-        return card_costs(model, **given, type_name="V100-32G", device=device, profile=None).units[1]
+        return card_costs(
+            model, rows, recompute="none", type_name="V100-32G", device=device, profile=None
+        ).units[1]
 
     old, new, unknown = (layer(grouped, capability) for capability in (7.0, 8.0, None))
     assert new == unknown

@@ -10,8 +10,8 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import LinkProfile, NodeLinkProfile, Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import (
+    crossing_rings,
     grad_reduce_seconds,
-    ring_sharers,
     slice_rings,
     tied_embedding_seconds,
 )
@@ -186,9 +186,9 @@ def test_rings_of_several_owners_share_by_their_number():
     c = costs.problem.cluster.cards
     wide = (c[0:2], c[4:6])
     # Two rings of a group of two; beside them one ring of single cards.
-    assert ring_sharers([wide]) == [2]
-    assert ring_sharers([wide, (c[2:3], c[6:7])]) == [3, 3]
-    assert ring_sharers([(c[0:2], c[2:4])]) == [1], "in a node"
+    assert set(crossing_rings(wide).values()) == {2}
+    assert set((crossing_rings(wide) + crossing_rings((c[2:3], c[6:7]))).values()) == {3}
+    assert not crossing_rings((c[0:2], c[2:4])), "in a node"
     # 1,000 parameters: each ring has 2,000 bytes, 1,000 of them in each of two rounds, two rings at a time.
     seconds = grad_reduce_seconds(costs, wide, 1000, sharded=False, sharers=2)
     assert seconds == pytest.approx(2 * (0.5 + 2 * 1000 / RATE))
@@ -200,16 +200,17 @@ def test_owners_of_different_widths_send_all_their_bytes():
     # Four cards against two: four slices in the engine; the NIC of each node carries all n bytes either way.
     assert slice_rings([c[0:4], c[4:6]]) == [[c[0], c[4]], [c[2], c[5]]]
     for owners in ([c[0:4], c[4:6]], [c[0:4], c[4:8]], [c[0:1], c[4:8]]):
-        (sharers,) = ring_sharers([owners])
+        sharers = max(crossing_rings(owners).values())
         seconds = grad_reduce_seconds(costs, owners, 1000, sharded=False, sharers=sharers)
         assert seconds == pytest.approx(4000 / RATE)
     # Three owners: 2 (k - 1) / k of the bytes leave each node.
     owners = [c[0:4], c[4:6], c[8:12]]
-    seconds = grad_reduce_seconds(costs, owners, 1000, sharded=False, sharers=ring_sharers([owners])[0])
+    sharers = max(crossing_rings(owners).values())
+    seconds = grad_reduce_seconds(costs, owners, 1000, sharded=False, sharers=sharers)
     assert seconds == pytest.approx(4 / 3 * 4000 / RATE)
     # A group over two nodes: each of its rings leaves through one of them.
-    assert ring_sharers([[(c[0], c[4]), (c[8], c[9])]]) == [2]
-    assert ring_sharers([[(c[0], c[4]), (c[1], c[5])]]) == [1]
+    assert max(crossing_rings([(c[0], c[4]), (c[8], c[9])]).values()) == 2
+    assert not crossing_rings([(c[0], c[4]), (c[1], c[5])])
 
 
 def test_the_tied_table_crosses_by_all_rings():

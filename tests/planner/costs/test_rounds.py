@@ -197,7 +197,7 @@ def test_no_split_is_ruled_out_wrongly() -> None:
     best = search_roles(problem, search).best.step_seconds
     steps = [
         placement.step_seconds
-        for shared, splits in ((False, search.splits()), (True, search.shared_splits()))
+        for shared, splits in ((False, search.splits()), (True, search.splits(shared=True)))
         for split in splits
         for placement in search.placements(split, shared=shared)
     ]

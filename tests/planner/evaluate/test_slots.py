@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.bench.roles import drawn
-from yuan_train.planner.costs.generation_memory import DRAWN_ELEMENTS, PREFILL_CHUNK, Writing
-from yuan_train.planner.costs.workload import model_work
-from yuan_train.planner.roles.decode import DecodeStage
+from yuan_train.planner.costs.workload import TokenRows, model_work
+from yuan_train.planner.roles.decode import DRAWN_ELEMENTS, PREFILL_CHUNK, DecodeStage, Writing
 from yuan_train.planner.roles.engines import engine_memory, with_slots
 from yuan_train.planner.roles.search import RolesSearch
 
@@ -47,9 +46,7 @@ def test_slots_and_the_prompts_cache() -> None:
 def test_a_group_reads_as_many_prompts_at_once_as_it_has_answers_for() -> None:
     one = model_work(
         writing().model,
-        sequence_length=64,
-        micro_batch_size=1,
-        precision="bf16",
+        TokenRows(1, 64, "bf16"),
         logit_rows=1,
     ).layer.activation_bytes
     assert writing(head=False, length=65).lane_bytes(2) == one

@@ -11,7 +11,6 @@ from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import plan_of
 from yuan_train.planner.search import islands
-from yuan_train.planner.search.drafts import draft_space
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options
 
@@ -21,8 +20,7 @@ NODES = group("A100-80G", 9, 4, 25e9), group("RTX-4090", 7, 4, 5e9), group("H100
 def made(problem: PlanProblem, count: int):
     costs = make_costs(problem)
     options = read_options(SearchConfig(), micro_batch_size=1, model=problem.model, num_cards=96)
-    nodes = [one.count // count for one in problem.cluster.nodes]
-    island = islands._make_island(costs, options, draft_space(options, problem), count, nodes)
+    island = islands._make_island(costs, options, count)
     assert island is not None
     return costs, island.searched(2_000, seed=1)
 

@@ -16,7 +16,7 @@ from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import plan_table
 from yuan_train.planner.search.candidate import beside_cards
-from yuan_train.planner.search.disks import STEPS
+from yuan_train.planner.search.paged import STEPS
 
 BIG = replace(MODEL, num_layers=8, hidden_size=512, ffn_hidden_size=2048)
 """Large enough that the states decide, not the activations."""

@@ -13,7 +13,7 @@ from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan, cost_stages
 from yuan_train.planner.evaluate.tables import make_tables
-from yuan_train.planner.search.disks import with_disks
+from yuan_train.planner.search.paged import with_disks
 
 DEEP = replace(BIG, num_layers=4)
 

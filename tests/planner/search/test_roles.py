@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_bounds_hold_for_every_split() -> None:
     search = RolesSearch(drawn(3, most_cards=3))
-    for shared, splits in ((False, search.splits()), (True, search.shared_splits())):
+    for shared, splits in ((False, search.splits()), (True, search.splits(shared=True))):
         for split in splits:
             bound = search.bound(split, shared=shared)
             placed = search.placements(split, shared=shared)

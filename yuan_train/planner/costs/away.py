@@ -55,13 +55,6 @@ def away_cost(
     )
 
 
-def disk_capacity(costs: Costs, stage: StagePlan, cards: Sequence[Card]) -> float:
-    """The smallest share of a disk that one of the cards has; inf if not known, or not needed."""
-    if not stage.optimizer_disk:
-        return math.inf
-    return min(costs.disk_of(card).capacity_bytes for card in cards)
-
-
 def most_away(costs: Costs, card: Card, host_seconds: float, *, on_disk: bool) -> float:
     """Parameters whose state a card may put on its host in so many seconds of its step; `on_disk`: what the
     host has no room for on the node's disk, if the cluster file gives it one."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan, expert_parameters, expert_ranges, stage_unit_range
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.unit_costs import STATES, CardCosts, UnitCost, estimate_units, logit_rows
-from yuan_train.planner.costs.workload import UnitWork, half_shares, has_flash, model_work
+from yuan_train.planner.costs.workload import TokenRows, UnitWork, half_shares, has_flash, model_work
 
 
 def divides_alike(plan: Plan) -> bool:
@@ -41,14 +41,9 @@ def check_alike(plan: Plan) -> None:
 
 def bare_profile(profile: Profile | None) -> Profile | None:
     """The profile with bare layers in place of whole ones; None if it has none."""
-    if profile is None:
-        return None
-    entries = [
-        replace(entry, layers=(entry.bare_layer,))
-        for entry in profile.entries
-        if entry.bare_layer is not None
-    ]
-    return replace(profile, entries=tuple(entries)) if entries else None
+    every = profile.entries if profile is not None else ()
+    entries = tuple(replace(one, layers=(one.bare_layer,)) for one in every if one.bare_layer is not None)
+    return replace(profile, entries=entries) if profile is not None and entries else None
 
 
 def expert_card_costs(
@@ -56,10 +51,8 @@ def expert_card_costs(
     bare: CardCosts | None,
     model: ModelConfig,
     experts: int,
+    rows: TokenRows,
     *,
-    sequence_length: int,
-    micro_batch_size: int,
-    precision: Precision,
     recompute: Recompute,
     device: DeviceType,
 ) -> CardCosts:
@@ -69,22 +62,14 @@ def expert_card_costs(
     Estimated, a unit is estimated anew. Measured, seconds are on the line from the bare layer to the whole
     one; without a bare one, they are scaled by the ratio of the estimates, as bytes are.
     """
+    counts, flash = (experts, model.num_experts), has_flash(device)
     held, alone = (
-        model_work(
-            model,
-            sequence_length=sequence_length,
-            micro_batch_size=micro_batch_size,
-            precision=precision,
-            logit_rows=logit_rows(device),
-            experts=count,
-            flash=has_flash(device),
-        )
-        for count in (experts, model.num_experts)
+        model_work(model, rows, logit_rows=logit_rows(device), experts=n, flash=flash) for n in counts
     )
-    units = estimate_units(held, device, precision, recompute)
+    units = estimate_units(held, device, rows.precision, recompute)
     if whole.source == "measured":
         both = held.layer, alone.layer
-        estimates = units[1], estimate_units(alone, device, precision, recompute)[1]
+        estimates = units[1], estimate_units(alone, device, rows.precision, recompute)[1]
         layers = [_scaled(unit, both, estimates) for unit in whole.units[1:-1]]
         if bare is not None and bare.source == "measured":
             share = experts / model.num_experts
@@ -95,9 +80,7 @@ def expert_card_costs(
 
 
 def _scaled(
-    layer: UnitCost,
-    works: tuple[UnitWork, UnitWork],
-    estimates: tuple[UnitCost, UnitCost],
+    layer: UnitCost, works: tuple[UnitWork, UnitWork], estimates: tuple[UnitCost, UnitCost]
 ) -> UnitCost:
     """A measured layer with fewer experts; works and estimates are the held and the whole layer's."""
 

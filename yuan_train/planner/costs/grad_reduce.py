@@ -12,20 +12,10 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from yuan_train.config import plan as plans
 from yuan_train.config.cluster import Card
-from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import (
-    Plan,
-    divides_experts,
-    expert_parameters,
-    layer_units,
-    plan_unit_parameters,
-    stage_unit_range,
-    whole_layers,
-)
 from yuan_train.planner.costs.expert_costs import stage_experts
 from yuan_train.planner.costs.links import (
     all_gather_seconds,
@@ -35,9 +25,9 @@ from yuan_train.planner.costs.links import (
 )
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
-from yuan_train.planner.costs.topology import Topology, uses_gloo
+from yuan_train.planner.costs.topology import uses_gloo
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
-from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, half_shares, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, TokenRows, half_shares, model_work
 from yuan_train.schedule.flow import group_units, is_halved
 
 
@@ -76,7 +66,7 @@ class BucketCost:
         return self.sync_seconds(self.own_sharers)
 
 
-def bucket_costs(costs: Costs, plan: Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
+def bucket_costs(costs: Costs, plan: plans.Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
     """The buckets that several owners hold, in the model's order; the tied embedding is not among them."""
     held = _held_buckets(costs, plan, unit_holders(plan, cards))
     known: dict[tuple[tuple[Replica, ...], float], BucketCost] = {}
@@ -100,16 +90,16 @@ class _Bucket:
     """As in `BucketCost`."""
 
 
-def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
+def _held_buckets(costs: Costs, plan: plans.Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
     """All buckets of a plan, in the model's order."""
-    sizes = unit_parameters(costs, plan_unit_parameters(plan))
-    if divides_experts(plan):
+    sizes = unit_parameters(costs, plans.plan_unit_parameters(plan))
+    if plans.divides_experts(plan):
         return _with_experts(costs, plan, holders, sizes)
     if max(map(len, holders)) == 1:
         return []
-    halvable = whole_layers(plan) if max(sizes) > costs.problem.bucket_size else frozenset[int]()
+    halvable = plans.whole_layers(plan) if max(sizes) > costs.problem.bucket_size else frozenset[int]()
     found: list[_Bucket] = []
-    for units in bucket_units(costs, holders, sizes):
+    for units in _bucket_units(costs, holders, sizes):
         owners, size = holders[units.start], sum(sizes[u] for u in units)
         is_large = is_halved(size, num_owners=len(owners), bucket_size=costs.problem.bucket_size)
         if is_large and units.start in halvable:
@@ -123,22 +113,22 @@ def _held_buckets(costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...
 
 
 def _with_experts(
-    costs: Costs, plan: Plan, holders: Sequence[tuple[Replica, ...]], sizes: Sequence[float]
+    costs: Costs, plan: plans.Plan, holders: Sequence[tuple[Replica, ...]], sizes: Sequence[float]
 ) -> list[_Bucket]:
     """What is whole on every card of a replica has each of them as an owner; then follow the experts of its
     layers, one bucket for each card of a replica, as `Grid.buckets` has them."""
-    experts = expert_parameters(plan.model)
+    experts = plans.expert_parameters(plan.model)
     counts = {
         u: stage_experts(plan, stage)
         for pipeline in plan.pipelines
         for stage in pipeline.stages
-        for u in stage_unit_range(plan, stage)
+        for u in plans.stage_unit_range(plan, stage)
     }
     # A layer, or its feed-forward: the half that ends where a layer does.
-    has_experts = [False, *(end % 1 == 0 for _, _, end in layer_units(plan)), False]
+    has_experts = [False, *(end % 1 == 0 for _, _, end in plans.layer_units(plan)), False]
     whole = [size - experts * held for size, held in zip(sizes, has_experts, strict=True)]
     found: list[_Bucket] = []
-    for units in bucket_units(costs, holders, whole):
+    for units in _bucket_units(costs, holders, whole):
         owners = holders[units.start]
         each = tuple((card,) for replica in owners for card in replica)
         found.append(_Bucket(units, each, sum(whole[u] for u in units)))
@@ -171,35 +161,20 @@ def _bucket_cost(
     )
 
 
-def bucket_units(
-    costs: Costs, owners: Sequence[Hashable], parameters: Sequence[float] | None = None
-) -> tuple[range, ...]:
-    """The buckets of units with these owners; `parameters` are those of the model's units if None.
-
-    A tied embedding is a bucket of its own: the first and the last stages hold it.
-    """
-    problem = costs.problem
-    if costs.ties:
-        owners = [None, *owners[1:]]
-    sizes = unit_parameters(costs) if parameters is None else parameters
-    return group_units(owners, sizes, bucket_size=problem.bucket_size)
+def _bucket_units(costs: Costs, owners: Sequence[Hashable], sizes: Sequence[float]) -> tuple[range, ...]:
+    """The buckets of units with these owners; a tied embedding is one of its own, for last stages hold it."""
+    own = [None, *owners[1:]] if costs.ties else owners
+    return group_units(own, sizes, bucket_size=costs.problem.bucket_size)
 
 
 def half_parts(costs: Costs) -> HalfShare:
     """What the attention takes of a layer, whose halves are buckets of their own."""
-    return _half_parts(costs.problem.model, costs.problem.sequence_length, costs.problem.precision)
+    return _half_parts(costs.problem.model, costs.problem.rows(1))
 
 
 @functools.lru_cache(maxsize=16)
-def _half_parts(model: ModelConfig, sequence_length: int, precision: Precision) -> HalfShare:
-    work = model_work(
-        model,
-        sequence_length=sequence_length,
-        micro_batch_size=1,
-        precision=precision,
-        logit_rows=CUDA_LOGIT_ROWS,
-    )
-    return half_shares(work, "none")[0]
+def _half_parts(model: ModelConfig, rows: TokenRows) -> HalfShare:
+    return half_shares(model_work(model, rows, logit_rows=CUDA_LOGIT_ROWS), "none")[0]
 
 
 def slice_rings(owners: Sequence[Replica]) -> list[list[Card]]:
@@ -221,28 +196,17 @@ def crossing_rings(owners: Sequence[Replica]) -> Counter[str]:
     return Counter(node for nodes in ring_nodes if len(nodes) > 1 for node in nodes)
 
 
-def ring_sharers(owners: Sequence[Sequence[Replica]]) -> list[int]:
-    """For each set of owners, how many rings share the busiest NIC on the way of its own, these included, if
-    all sets reduce at once; 1 inside a node."""
-    crossing = [crossing_rings(replicas) for replicas in owners]
-    total: Counter[str] = Counter()
-    for rings in crossing:
-        total.update(rings)
-    return [max((total[node] for node in rings), default=1) for rings in crossing]
-
-
 def tied_embedding_seconds(
     costs: Costs, firsts: Sequence[Replica], lasts: Sequence[Replica], *, sharded: bool = False
 ) -> float:
     """Seconds to reduce the tied embedding's gradient over all that hold it, and with a `sharded` optimizer
-    to gather it again; 0 without `lasts`, for a single owner, or if it is frozen.
-
-    `firsts` and `lasts` are the replicas of all first and last stages.
-    """
+    to gather it again; 0 without `lasts`, for a single owner, or if it is frozen. `firsts` and `lasts` are
+    the replicas of all first and last stages."""
     if not lasts or costs.problem.model.lora is not None:
         return 0.0
     owners = list(dict.fromkeys([*firsts, *lasts]))
-    size, sharers = costs.problem.model.embedding_parameters, ring_sharers([owners])[0]
+    size = costs.problem.model.embedding_parameters
+    sharers = max(crossing_rings(owners).values(), default=1)
     seconds = grad_reduce_seconds(costs, owners, size, sharded=sharded, sharers=sharers)
     return seconds + (weight_sync_seconds(costs, owners, size, sharers=sharers) if sharded else 0.0)
 
@@ -251,10 +215,8 @@ def grad_reduce_seconds(
     costs: Costs, owners: Sequence[Replica], parameters: float, *, sharded: bool, sharers: int
 ) -> float:
     """Seconds to reduce the gradients of `parameters` parameters over their owners: an all-reduce on each of
-    their rings; with a sharded optimizer a reduce-scatter.
-
-    `sharers` is how many rings share a NIC, these owners' own included.
-    """
+    their rings; with a sharded optimizer a reduce-scatter. `sharers` is how many rings share a NIC, these
+    owners' own included."""
     size = parameters * costs.problem.reduce_bytes
     collective = reduce_scatter_seconds if sharded else allreduce_seconds
     return _slowest_ring_seconds(collective, costs, owners, size, sharers=sharers)
@@ -273,20 +235,18 @@ def grad_reduce_compute_seconds(
 
 
 def weight_sync_seconds(costs: Costs, owners: Sequence[Replica], parameters: float, *, sharers: int) -> float:
-    """Seconds to gather the stepped weights of a sharded optimizer over their owners: an all-gather on each
-    of their rings."""
+    """Seconds of an all-gather of a sharded optimizer's stepped weights on each of their owners' rings."""
     size = parameters * STATE_BYTES[costs.problem.precision].parameters
     return _slowest_ring_seconds(all_gather_seconds, costs, owners, size, sharers=sharers)
 
 
-class _Collective(Protocol):
-    def __call__(
-        self, topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int
-    ) -> float: ...
-
-
 def _slowest_ring_seconds(
-    collective: _Collective, costs: Costs, owners: Sequence[Replica], num_bytes: float, *, sharers: int
+    collective: Callable[..., float],
+    costs: Costs,
+    owners: Sequence[Replica],
+    num_bytes: float,
+    *,
+    sharers: int,
 ) -> float:
     """Seconds of a collective of `num_bytes` that the owners' rings have in equal parts."""
     size = num_bytes / min(map(len, owners))
@@ -303,8 +263,7 @@ def _slowest_ring_seconds(
 
 
 def unit_parameters(costs: Costs, units: Sequence[int] | None = None) -> list[float]:
-    """Parameters whose gradients the owners reduce, by unit (`units`, or the model's); a tied embedding is
-    reduced separately, over all that hold it."""
+    """Parameters that owners reduce, by unit (`units`, or the model's); a tied embedding apart."""
     own = costs.problem.model.trained_unit_parameters if units is None else units
     embedding, *others = map(float, own)
     return [0.0 if costs.ties else embedding, *others]

@@ -37,24 +37,17 @@ def host_share(
     """The share in its host, which has `total_bytes`, of a card of such a node; `reserved_bytes` are left to
     other programs. Rates that were `measured`, with all cards of a node at once, are its own already."""
     host, count = group.host, group.num_cards
-    memory_bytes = max(0.0, total_bytes - reserved_bytes) / count
+    link, rate = device.host_link, device.host_memory_bandwidth
     if measured is not None:
-        return HostShare(
-            memory_bytes=memory_bytes,
-            link_bytes_per_second=min(measured.host_link_down, measured.host_link_up),
-            memory_bytes_per_second=measured.host_step_bytes_per_second,
-        )
-    if host is None:
-        return HostShare(
-            memory_bytes=memory_bytes,
-            link_bytes_per_second=device.host_link,
-            memory_bytes_per_second=device.host_memory_bandwidth,
-        )
-    link, bandwidth = host.link_bandwidth, host.bandwidth
+        link = min(measured.host_link_down, measured.host_link_up)
+        rate = measured.host_step_bytes_per_second
+    elif host is not None:
+        link = min(link, host.link_bandwidth / count if host.link_bandwidth else math.inf)
+        rate = host.bandwidth / count if host.bandwidth else rate
     return HostShare(
-        memory_bytes=memory_bytes,
-        link_bytes_per_second=min(device.host_link, link / count if link else math.inf),
-        memory_bytes_per_second=bandwidth / count if bandwidth else device.host_memory_bandwidth,
+        memory_bytes=max(0.0, total_bytes - reserved_bytes) / count,
+        link_bytes_per_second=link,
+        memory_bytes_per_second=rate,
     )
 
 
@@ -94,8 +87,7 @@ def host_step_seconds(share: HostShare, precision: Precision) -> float:
 
 
 def host_bytes(precision: Precision) -> float:
-    """Bytes that the host holds by offloaded parameter: its master, its gradient and AdamW's two moments, all
-    in the gradient's precision."""
+    """Bytes by parameter on a host, in the gradient's precision: master, gradient, AdamW's two moments."""
     return 4.0 * STATE_BYTES[precision].gradients
 
 

@@ -68,10 +68,8 @@ def allreduce_seconds(
     topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int = 1
 ) -> float:
     """All-reduce of `message_bytes` over k cards, 0 for one card; the ring or the tree of the module's table.
-
     The ring goes node by node, as communication libraries build it, so that it enters and leaves each node
-    once.
-    """
+    once."""
     k = len(cards)
 
     def seconds(slowest: Callable[[float], float], start: float) -> float:
@@ -88,8 +86,7 @@ def allreduce_seconds(
 def reduce_scatter_seconds(
     topology: Topology, cards: Sequence[Card], message_bytes: float, *, sharers: int = 1
 ) -> float:
-    """Reduce-scatter of `message_bytes` over k cards, 0 for one card: half of a ring's all-reduce; on gloo a
-    reduction to each card, or of two an all-reduce."""
+    """Reduce-scatter over k cards, 0 for one: as a ring; on gloo k reductions, or of two an all-reduce."""
     k = len(cards)
     if k == 2 and uses_gloo(topology, cards):
         return allreduce_seconds(topology, cards, message_bytes, sharers=sharers)
@@ -148,10 +145,8 @@ def _collective_seconds(
 
 def allreduce_compute_seconds(topology: Topology, cards: Sequence[Card], message_bytes: float) -> float:
     """Seconds of its cards' compute that an all-reduce of `message_bytes` takes while it is hidden behind it.
-
     Each card sends 2(k - 1)/k of the message; a byte takes what the profile measured, on the worst link. 0
-    for links that were not measured.
-    """
+    for links that were not measured."""
     k = len(cards)
     if k < 2:
         return 0.0
@@ -161,8 +156,7 @@ def allreduce_compute_seconds(topology: Topology, cards: Sequence[Card], message
 
 
 def broadcast_seconds(topology: Topology, cards: Sequence[Card], bytes_: float) -> float:
-    """The first card's message to all others, in a pipelined chain: once over the slowest link; 0 for one
-    card."""
+    """The first card's message to all others, in a pipelined chain over the slowest link; 0 for one card."""
     return max(
         (message_seconds(find_route(topology, cards[0], card), bytes_) for card in cards[1:]), default=0.0
     )

@@ -9,41 +9,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from yuan_train.config import plan as plans
 from yuan_train.config.cluster import Card, Cluster, Sends
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import (
-    PipelinePlan,
-    Plan,
-    RankPlan,
-    StagePlan,
-    divides_experts,
-    layer_units,
-    stage_unit_range,
-    uncatalogued_types,
-)
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
+from yuan_train.planner.costs import unit_costs
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
-from yuan_train.planner.costs.links import (
-    all_gather_seconds,
-    allreduce_seconds,
-    reduce_scatter_seconds,
-)
+from yuan_train.planner.costs.links import all_gather_seconds, allreduce_seconds, reduce_scatter_seconds
 from yuan_train.planner.costs.topology import Topology, make_topology
-from yuan_train.planner.costs.unit_costs import (
-    CardCosts,
-    Source,
-    UnitCost,
-    card_costs,
-    check_profile,
-    share_of_layer,
-    value_model,
-    with_critic,
-    without_critic,
+from yuan_train.planner.costs.workload import (
+    ELEMENT_BYTES,
+    STATE_BYTES,
+    TensorGroup,
+    TokenRows,
+    statistic_bytes,
 )
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, statistic_bytes
 
 Replica = tuple[Card, ...]
 """The cards of a tensor-parallel group, in order."""
@@ -85,9 +68,12 @@ class PlanProblem:
         """The same, without the bytes that are not available to training."""
         return self.usable_bytes(type_name) - self.cluster.device_type(type_name).reserved
 
+    def rows(self, micro_batch_size: int) -> TokenRows:
+        """A micro-batch of so many sequences."""
+        return TokenRows(micro_batch_size, self.sequence_length, self.precision)
+
     @property
     def send_mode(self) -> Sends:
-        """Who waits for a message."""
         return self.sends or self.cluster.library.sends
 
     @property
@@ -99,8 +85,7 @@ class PlanProblem:
 
     @property
     def reduce_copy_share(self) -> float:
-        """The share of its gradients that a reduction in another dtype holds again, packed; at most: all
-        buckets of a stage may be under way at once."""
+        """The share of its gradients, at most, that a reduction in another dtype holds again, packed."""
         gradient_bytes = STATE_BYTES[self.precision].gradients
         return self.reduce_bytes / gradient_bytes if self.reduce_bytes != gradient_bytes else 0.0
 
@@ -112,9 +97,9 @@ class Costs:
     problem: PlanProblem
     topology: Topology
     cards: dict[str, Card]
-    known: dict[tuple[str, int, Recompute, int], CardCosts]
+    known: dict[tuple[str, int, Recompute, int], unit_costs.CardCosts]
     """What `of` has looked up, by its arguments."""
-    groups: dict[tuple[object, ...], CardCosts]
+    groups: dict[tuple[object, ...], unit_costs.CardCosts]
     """What `of_replica` found for tensor-parallel groups, with their collectives, and `of_experts` for
     cards."""
     fastest: dict[tuple[int, ...], NDArray[np.float64]] = field(
@@ -130,12 +115,11 @@ class Costs:
 
     @property
     def ties(self) -> bool:
-        """Whether embedding and head are one matrix. A foreign profile has two: the bytes that it gives for
-        each are complete."""
+        """Whether embedding and head are one matrix. A foreign profile gives the bytes of two."""
         profile = self.problem.profile
         return self.problem.model.tie_embeddings and (profile is None or not profile.is_whole)
 
-    def for_plan(self, plan: Plan) -> Costs:
+    def for_plan(self, plan: plans.Plan) -> Costs:
         """These costs, or those of the same problem whose groups divide tokens as the plan's do."""
         divided = plan.sequence_parallel
         if divided == self.problem.sequence_parallel or not any(map(_is_wide, plan.pipelines)):
@@ -145,7 +129,7 @@ class Costs:
 
     def of(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, tensor_parallel: int = 1
-    ) -> CardCosts:
+    ) -> unit_costs.CardCosts:
         """Every unit's cost on a type of card, collectives not included."""
         key = (type_name, micro_batch_size, recompute, tensor_parallel)
         if key not in self.known:
@@ -159,15 +143,13 @@ class Costs:
         recompute: Recompute,
         tensor_parallel: int,
         profile: Profile | None,
-    ) -> CardCosts:
+    ) -> unit_costs.CardCosts:
         problem = self.problem
 
-        def look_up(model: ModelConfig, profile: Profile | None) -> CardCosts:
-            return card_costs(
+        def look_up(model: ModelConfig, profile: Profile | None) -> unit_costs.CardCosts:
+            return unit_costs.card_costs(
                 model,
-                sequence_length=problem.sequence_length,
-                micro_batch_size=micro_batch_size,
-                precision=problem.precision,
+                problem.rows(micro_batch_size),
                 recompute=recompute,
                 type_name=type_name,
                 device=problem.cluster.device_type(type_name),
@@ -178,13 +160,15 @@ class Costs:
         if self.body is None and not problem.critic:
             return look_up(problem.model, profile)
         # A profile has the policy's head: a value's is estimated.
-        head = look_up(value_model(problem.model), None).units[-1]
+        head = look_up(unit_costs.value_model(problem.model), None).units[-1]
         if self.body is not None:
             return look_up(self.body.problem.model, profile).with_head(head)
         own = look_up(problem.model, profile)
-        return replace(own, units=tuple(map(with_critic, own.units, own.with_head(head).units)))
+        return replace(own, units=tuple(map(unit_costs.with_critic, own.units, own.with_head(head).units)))
 
-    def of_replica(self, replica: Replica, micro_batch_size: int, recompute: Recompute) -> CardCosts:
+    def of_replica(
+        self, replica: Replica, micro_batch_size: int, recompute: Recompute
+    ) -> unit_costs.CardCosts:
         """Every unit's cost on each card of a group: the slowest card's, plus the collectives."""
         width = len(replica)
         types = tuple(dict.fromkeys(card.type for card in replica))
@@ -209,59 +193,59 @@ class Costs:
 
     def _of_group(
         self, replica: Replica, types: tuple[str, ...], micro_batch_size: int, recompute: Recompute
-    ) -> CardCosts:
+    ) -> unit_costs.CardCosts:
         """The costs of a group: one object for all groups of these types whose links are equally fast."""
         width, hidden = len(replica), self.hidden_bytes(micro_batch_size)
-        ring = allreduce_seconds(self.topology, replica, hidden)
-        divided = _DividedTokens()
+        ring, scatter, gather = allreduce_seconds(self.topology, replica, hidden), 0.0, 0.0
         if self.problem.sequence_parallel:
-            divided = _DividedTokens(
-                scatter=reduce_scatter_seconds(self.topology, replica, hidden),
-                gather=all_gather_seconds(self.topology, replica, hidden),
-            )
-        key = (types, width, micro_batch_size, recompute, ring, divided)
+            scatter = reduce_scatter_seconds(self.topology, replica, hidden)
+            gather = all_gather_seconds(self.topology, replica, hidden)
+        key = (types, width, micro_batch_size, recompute, ring, scatter, gather)
         if key not in self.groups:
             parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
             slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
+            start = slowest.start
             self.groups[key] = replace(
                 slowest,
-                units=tuple(_with_collectives(u, ring, divided=divided) for u in slowest.units),
-                start=divided.start_of(slowest.start),
+                units=tuple(_with_collectives(u, ring, divided=(scatter, gather)) for u in slowest.units),
+                # A stage divides the hidden state that it gets, and ends with a whole one.
+                start=StageStart(
+                    forward_seconds=start.forward_seconds + gather,
+                    backward_seconds=start.backward_seconds + gather,
+                ),
             )
         return self.groups[key]
 
     def of_experts(
         self, type_name: str, micro_batch_size: int, recompute: Recompute, experts: int
-    ) -> CardCosts:
-        """Every unit's cost on a type of card that holds so many experts of each layer, and all else whole;
-        collectives not included."""
+    ) -> unit_costs.CardCosts:
+        """The same on a card that holds so many experts of each layer, and all else whole."""
         key = (type_name, micro_batch_size, recompute, "experts", experts)
         if key not in self.groups:
             problem = self.problem
             whole = self.of(type_name, micro_batch_size, recompute)
             bare = bare_profile(problem.profile) if whole.source == "measured" else None
             found = expert_card_costs(
-                replace(whole, units=tuple(map(without_critic, whole.units))),
+                replace(whole, units=tuple(map(unit_costs.without_critic, whole.units))),
                 None if bare is None else self._look_up(type_name, micro_batch_size, recompute, 1, bare),
                 problem.model,
                 experts,
-                sequence_length=problem.sequence_length,
-                micro_batch_size=micro_batch_size,
-                precision=problem.precision,
+                problem.rows(micro_batch_size),
                 recompute=recompute,
                 device=problem.cluster.device_type(type_name),
             )
             head = whole.units[-1].critic
             if head is not None:
                 critics = found.with_head(head).units
-                found = replace(found, units=tuple(map(with_critic, found.units, critics)))
+                found = replace(found, units=tuple(map(unit_costs.with_critic, found.units, critics)))
             self.groups[key] = found
         return self.groups[key]
 
-    def of_stage(self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan) -> StageUnits:
-        """The units of a stage, with its recompute: of all its layers, or of its first ones. Where cards
-        share experts, of the slowest card."""
-        if divides_experts(plan):
+    def of_stage(
+        self, plan: plans.Plan, replica: Replica, micro_batch_size: int, stage: plans.StagePlan
+    ) -> StageUnits:
+        """The units of a stage, its recompute among them. Where cards share experts, of the slowest card."""
+        if plans.divides_experts(plan):
             ranks = self.of_ranks(plan, replica, micro_batch_size, stage)
             return max(ranks, key=lambda part: part.seconds)
         part = self.of_replica(replica, micro_batch_size, stage.recompute)
@@ -271,7 +255,7 @@ class Costs:
         return _stage_units(plan, stage, part, plain)
 
     def of_ranks(
-        self, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan
+        self, plan: plans.Plan, replica: Replica, micro_batch_size: int, stage: plans.StagePlan
     ) -> tuple[StageUnits, ...]:
         """The units of a stage on each card of a replica, in a plan that divides experts."""
         hidden, small = self.expert_ring_seconds(replica, micro_batch_size)
@@ -319,9 +303,8 @@ class Costs:
 
     def hidden_bytes(self, micro_batch_size: int) -> float:
         """Bytes of one hidden state, as it is sent between stages and inside a tensor-parallel group."""
-        problem = self.problem
-        tokens = micro_batch_size * problem.sequence_length
-        return float(tokens * problem.model.hidden_size * ELEMENT_BYTES[problem.precision])
+        rows = self.problem.rows(micro_batch_size)
+        return float(rows.tokens * self.problem.model.hidden_size * ELEMENT_BYTES[rows.precision])
 
 
 def node_host_bytes(cluster: Cluster, node: str) -> float:
@@ -336,20 +319,19 @@ def node_host_bytes(cluster: Cluster, node: str) -> float:
 class StageUnits:
     """The costs of a stage's units on one replica."""
 
-    units: tuple[UnitCost, ...]
+    units: tuple[unit_costs.UnitCost, ...]
     """Embedding, layers or halves of layers, head: those that the stage holds, as the plan divides them."""
     start: StageStart
     """What the stage takes besides them."""
-    layer: UnitCost
+    layer: unit_costs.UnitCost
     """A whole layer."""
     boundary_bytes: float
     update_bytes_per_second: float
-    source: Source
+    source: unit_costs.Source
     note: str
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property
@@ -361,7 +343,7 @@ class StageUnits:
         return math.fsum((self.start.backward_seconds, *(unit.backward_seconds for unit in self.units)))
 
     @property
-    def started(self) -> tuple[UnitCost, ...]:
+    def started(self) -> tuple[unit_costs.UnitCost, ...]:
         """The units; the last one's seconds with the stage's start."""
         *others, last = self.units
         forward = last.forward_seconds + self.start.forward_seconds
@@ -369,12 +351,14 @@ class StageUnits:
         return (*others, replace(last, forward_seconds=forward, backward_seconds=backward))
 
 
-def _stage_units(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> StageUnits:
+def _stage_units(
+    plan: plans.Plan, stage: plans.StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
+) -> StageUnits:
     """The units of a stage: its first layers of `part`, those that are not recomputed of `plain`."""
     if not plan.divided_layers:
         # Units count the embedding before the layers.
         first_kept = 1 + int(stage.layers[0]) + stage.num_recomputed
-        span = stage_unit_range(plan, stage)
+        span = plans.stage_unit_range(plan, stage)
         first_kept = min(max(first_kept, span.start), span.stop)
         units = (*part.units[span.start : first_kept], *plain.units[first_kept : span.stop])
     else:
@@ -390,50 +374,35 @@ def _stage_units(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts
     )
 
 
-def _with_halves(plan: Plan, stage: StagePlan, part: CardCosts, plain: CardCosts) -> Iterator[UnitCost]:
-    """The units of a stage of a plan that divides layers; the first ones are of `part`, those that are not
-    recomputed of `plain`."""
+def _with_halves(
+    plan: plans.Plan, stage: plans.StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
+) -> Iterator[unit_costs.UnitCost]:
+    """The same of a plan that divides layers."""
     if stage.embedding:
         yield part.units[0]
     recomputed = math.floor(stage.layers[0]) + stage.num_recomputed
-    for _, first, end in layer_units(plan):
+    for _, first, end in plans.layer_units(plan):
         if stage.layers[0] <= first and end <= stage.layers[1]:
             layer = int(first)
             source = part if layer < recomputed else plain
             whole = source.units[layer + 1]
-            yield whole if end - first == 1 else share_of_layer(whole, source.halves[first > layer])
+            yield (
+                whole if end - first == 1 else unit_costs.share_of_layer(whole, source.halves[first > layer])
+            )
     if stage.head:
         yield part.units[-1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _DividedTokens:
-    """Seconds of what a group that divides tokens does with a hidden state; 0 where it does not."""
-
-    scatter: float = 0.0
-    """A reduce-scatter."""
-    gather: float = 0.0
-    """An all-gather."""
-
-    def start_of(self, start: StageStart) -> StageStart:
-        """What a stage takes besides its units: it divides the hidden state, and ends with a whole one."""
-        return StageStart(
-            forward_seconds=start.forward_seconds + self.gather,
-            backward_seconds=start.backward_seconds + self.gather,
-        )
-
-
 def _with_collectives(
-    unit: UnitCost,
+    unit: unit_costs.UnitCost,
     allreduce_seconds: float,
     small: float = 0.0,
-    *,
-    divided: _DividedTokens = _DividedTokens(),  # noqa: B008
-) -> UnitCost:
-    """The unit with its all-reduces, or what it does in place of them, and with a `small` one beside each of
-    the backward's."""
-    each = divided.scatter + divided.gather if unit.divides_tokens else allreduce_seconds
-    backward = unit.backward_collectives * (each + small) + unit.gathered_again * divided.gather
+    divided: tuple[float, float] = (0.0, 0.0),
+) -> unit_costs.UnitCost:
+    """The unit with its all-reduces, or where tokens are `divided` its reduce-scatters and all-gathers, and
+    with a `small` one beside each of the backward's."""
+    each = sum(divided) if unit.divides_tokens else allreduce_seconds
+    backward = unit.backward_collectives * (each + small) + unit.gathered_again * divided[1]
     return replace(
         unit,
         forward_seconds=unit.forward_seconds + unit.forward_collectives * each,
@@ -444,17 +413,16 @@ def _with_collectives(
 def plan_on_cards(
     problem: PlanProblem,
     used: Set[Card],
-    pipelines: Callable[[Mapping[Card, int]], Iterable[PipelinePlan]],
+    pipelines: Callable[[Mapping[Card, int]], Iterable[plans.PipelinePlan]],
     *,
     schedule: ScheduleName,
     sharded: bool,
-) -> Plan:
-    """A plan of the cards that are used, whose ranks number them in the cluster file's order; `pipelines`
-    makes its pipelines from the rank of each card."""
+) -> plans.Plan:
+    """A plan of these cards, ranked in the cluster file's order; `pipelines` makes its pipelines of ranks."""
     cards = [card for card in problem.cluster.cards if card in used]
     rank_of = {card: rank for rank, card in enumerate(cards)}
     made = tuple(pipelines(rank_of))
-    return Plan(
+    return plans.Plan(
         cluster=problem.cluster.name,
         model=problem.model,
         sequence_length=problem.sequence_length,
@@ -462,24 +430,24 @@ def plan_on_cards(
         schedule=schedule,
         optimizer_sharding=sharded,
         sequence_parallel=problem.sequence_parallel and any(map(_is_wide, made)),
-        ranks=tuple(RankPlan(rank=rank, device=card.name, type=card.type) for card, rank in rank_of.items()),
+        ranks=tuple(
+            plans.RankPlan(rank=rank, device=card.name, type=card.type) for card, rank in rank_of.items()
+        ),
         pipelines=made,
-        device_types=uncatalogued_types(problem.cluster, {card.type for card in cards}),
+        device_types=plans.uncatalogued_types(problem.cluster, {card.type for card in cards}),
     )
 
 
-def _is_wide(pipeline: PipelinePlan) -> bool:
+def _is_wide(pipeline: plans.PipelinePlan) -> bool:
     """Whether it has a tensor-parallel group of several cards."""
     return any(len(replica) > 1 for stage in pipeline.stages for replica in stage.replicas)
 
 
 def make_costs(problem: PlanProblem) -> Costs:
-    """The costs of a problem; the cluster's `reserved` bytes are the profile's where it measured them.
-
-    Raises ConfigError if the profile does not belong to the problem.
-    """
+    """The costs of a problem; the cluster's `reserved` bytes are the profile's where it measured them. Raises
+    ConfigError if the profile does not belong to the problem."""
     if problem.profile is not None:
-        check_profile(
+        unit_costs.check_profile(
             problem.profile,
             problem.model,
             sequence_length=problem.sequence_length,
@@ -493,7 +461,7 @@ def make_costs(problem: PlanProblem) -> Costs:
 
 def critic_of(costs: Costs) -> Costs:
     """The costs of a policy's critic on the same cards: its embedding and layers, a head of one number."""
-    problem = replace(costs.problem, model=value_model(costs.problem.model), critic=False)
+    problem = replace(costs.problem, model=unit_costs.value_model(costs.problem.model), critic=False)
     return Costs(problem, costs.topology, costs.cards, {}, {}, body=costs)
 
 

@@ -42,7 +42,6 @@ class Topology:
     """The links of a cluster, indexed for `find_route`: by node, by pair of nodes, by pair of cards."""
 
     types: Mapping[str, DeviceType]
-
     groups: Mapping[str, NodeGroup]
     dedicated: Mapping[tuple[str, str], Link]
     measured: Mapping[tuple[str, str], LinkProfile]
@@ -64,14 +63,13 @@ def make_topology(cluster: Cluster, profile: Profile | None = None) -> Topology:
             dedicated[ends] = Link(bandwidth=link.bandwidth, latency=link.latency)
     measured = {(link.from_, link.to): link for link in profile.links} if profile else {}
     rates = {(link.from_, link.to): link.bytes_per_second for link in profile.node_links} if profile else {}
-    types = {name: cluster.device_type(name) for group in cluster.nodes for name in group.types}
     cards = {card.name: card for card in cluster.cards}
     alike: dict[tuple[str, str, str, str], LinkProfile] = {}
     for (source, target), link in measured.items():
         if source in cards and target in cards:
             alike.setdefault(_kind(cards[source], cards[target]), link)
     return Topology(
-        types=types,
+        types={name: cluster.device_type(name) for group in cluster.nodes for name in group.types},
         groups=cluster.groups,
         dedicated=dedicated,
         measured=measured,
@@ -85,8 +83,7 @@ def _kind(source: Card, target: Card) -> tuple[str, str, str, str]:
 
 
 def unmeasured(topology: Topology, cards: Collection[Card]) -> tuple[int, int]:
-    """How many ordered pairs of these cards have a measured link of another pair, and how many none at all,
-    where any links were measured."""
+    """(ordered pairs of these cards with a link of another pair, those without), where some were measured."""
     if not topology.measured:
         return 0, 0
     kinds = [
@@ -104,8 +101,7 @@ def uses_gloo(topology: Topology, cards: Iterable[Card]) -> bool:
 
 
 def copy_seconds_per_byte(topology: Topology, cards: Iterable[Card]) -> float:
-    """Seconds per byte of one copy between each of these cards and its host, one after the other; a card of
-    gloo's, or a simulated one, is its host."""
+    """Seconds per byte of copies between each card and its host, unless it is one (gloo's, or simulated)."""
     types = [topology.types[card.type] for card in cards]
     return sum(1.0 / card.host_link for card in types if card.backend != "gloo" and card.slowdown is None)
 
@@ -121,48 +117,42 @@ def find_route(topology: Topology, source: Card, target: Card) -> Route:
 
 
 def _find_route(topology: Topology, source: Card, target: Card) -> Route:
-    measured = topology.measured.get((source.name, target.name)) or topology.alike.get(_kind(source, target))
-    copies = 0.0
+    copies, ends = 0.0, (source.node, target.node)
     if source.type != target.type and uses_gloo(topology, (source, target)):
         copies = copy_seconds_per_byte(topology, (source, target))
     if source.node == target.node:
-        link = topology.groups[source.node].link
-        assert link is not None, "a node with several cards has a link; validate_cluster checks it"
-        return _route(link, shared=False, measured=measured, copies=copies)
-    dedicated = topology.dedicated.get((source.node, target.node))
-    if dedicated is not None:
-        return _route(dedicated, shared=False, measured=measured, copies=copies)
-    ends = [topology.groups[node].network for node in (source.node, target.node)]
-    links = [link for link in ends if link is not None]
+        own = topology.groups[source.node].link
+        assert own is not None, "a node with several cards has a link; validate_cluster checks it"
+    else:
+        own = topology.dedicated.get(ends)
+    link = own or _network(topology, ends)
+    return Route(
+        latency_seconds=link.latency,
+        bytes_per_second=link.bandwidth,
+        stream_bytes_per_second=min(link.bandwidth, link.stream or link.bandwidth),
+        shared=own is None,
+        measured=topology.measured.get((source.name, target.name))
+        or topology.alike.get(_kind(source, target)),
+        shared_bytes_per_second=topology.shared_rates.get(ends) if own is None else None,
+        copy_seconds_per_byte=copies,
+    )
+
+
+def _network(topology: Topology, nodes: tuple[str, str]) -> Link:
+    """Two nodes' NICs as one link."""
+    links = [link for node in nodes if (link := topology.groups[node].network) is not None]
     assert len(links) == 2, "several nodes have networks; validate_cluster checks it"
-    slower = Link(
+    return Link(
         bandwidth=min(link.bandwidth for link in links),
         latency=max(link.latency for link in links),
         stream=min(link.stream or link.bandwidth for link in links),
     )
-    rate = topology.shared_rates.get((source.node, target.node))
-    return _route(slower, shared=True, measured=measured, copies=copies, rate=rate)
 
 
 def route_kind(topology: Topology, source: Card, target: Card) -> tuple[object, ...]:
-    """What tells the route between two cards from others, if no link was measured: their nodes and, where
-    these have no link or rate of their own, only the nodes' groups."""
+    """What tells an unmeasured route from others: nodes, or groups of nodes without links of their own."""
     ends = source.node, target.node
     if ends in topology.dedicated or ends in topology.shared_rates:
         return ends
     groups = topology.groups
     return groups[ends[0]].name, groups[ends[1]].name, ends[0] == ends[1], source.type, target.type
-
-
-def _route(
-    link: Link, *, shared: bool, measured: LinkProfile | None, copies: float, rate: float | None = None
-) -> Route:
-    return Route(
-        latency_seconds=link.latency,
-        bytes_per_second=link.bandwidth,
-        stream_bytes_per_second=min(link.bandwidth, link.stream or link.bandwidth),
-        shared=shared,
-        measured=measured,
-        shared_bytes_per_second=rate,
-        copy_seconds_per_byte=copies,
-    )

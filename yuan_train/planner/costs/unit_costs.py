@@ -7,6 +7,7 @@ sound (another micro-batch size, recompute), and `note` says so; the rest is est
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -19,17 +20,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import Profile, ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.workload import (
-    STATE_BYTES,
-    HalfShare,
-    ModelWork,
-    StateBytes,
-    TensorGroup,
-    UnitWork,
-    half_shares,
-    has_flash,
-    model_work,
-)
+from yuan_train.planner.costs import workload
 
 # Policy, not measurement: what a well-tuned dense model commonly reaches of the stated peaks.
 SMALL_MATRIX_EFFICIENCY = 0.5
@@ -88,7 +79,6 @@ class UnitCost:
 
     @property
     def seconds(self) -> float:
-        """Of a forward and a backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property
@@ -96,7 +86,7 @@ class UnitCost:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-def share_of_layer(layer: UnitCost, half: HalfShare) -> UnitCost:
+def share_of_layer(layer: UnitCost, half: workload.HalfShare) -> UnitCost:
     """The costs of half a layer."""
     return UnitCost(
         forward_seconds=layer.forward_seconds * half.seconds,
@@ -152,7 +142,7 @@ class CardCosts:
     """Rate of the optimizer step's memory traffic."""
     boundary_bytes: float
     """One hidden state at the end of a stage; 0 with an external profile, whose activations include it."""
-    halves: tuple[HalfShare, HalfShare]
+    halves: tuple[workload.HalfShare, workload.HalfShare]
     """What attention and feed-forward take of a layer's costs."""
     start: StageStart = StageStart()
     """Of each stage, besides its units."""
@@ -173,8 +163,7 @@ class CardCosts:
 def check_profile(
     profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision, compile: bool = False
 ) -> None:
-    """Raise ConfigError unless the profile was measured for this model's depth, length and precision, with
-    layers compiled or not as here. External profiles do not say."""
+    """Raise ConfigError if the profile says another depth, length, precision or compile than this run."""
     if model.lora is not None:
         raise ConfigError(
             "profile: all parameters are trained where it is measured, and adapters (lora) here; plan without"
@@ -208,39 +197,30 @@ def logit_rows(device: DeviceType) -> int:
     return CPU_LOGIT_ROWS if device.slowdown is not None else CUDA_LOGIT_ROWS
 
 
+def _memory_rate(device: DeviceType) -> float:
+    """Bytes a second that a well-tuned model gets of a card's memory."""
+    return MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
+
+
 def card_costs(
     model: ModelConfig,
+    rows: workload.TokenRows,
     *,
-    sequence_length: int,
-    micro_batch_size: int,
-    precision: Precision,
     recompute: Recompute,
     type_name: str,
     device: DeviceType,
     profile: Profile | None,
-    group: TensorGroup = TensorGroup(),  # noqa: B008
+    group: workload.TensorGroup = workload.TensorGroup(),  # noqa: B008
 ) -> CardCosts:
     """Every unit's seconds and bytes on one card of this type in a tensor-parallel group; `recompute` applies
-    to the layers.
-
-    The device must have a peak in `precision`, unless a profile entry covers it.
-    """
-    work = model_work(
-        model,
-        sequence_length=sequence_length,
-        micro_batch_size=micro_batch_size,
-        precision=precision,
-        logit_rows=logit_rows(device),
-        group=group,
-        flash=has_flash(device),
+    to the layers. The device must have a peak in `precision`, unless a profile entry covers it."""
+    work = workload.model_work(
+        model, rows, logit_rows=logit_rows(device), group=group, flash=workload.has_flash(device)
     )
-    update_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
+    update_rate = _memory_rate(device)
     if profile is not None:
-        partial_recompute = _PartialRecompute(
-            kept_share=work.layer.kept_bytes(recompute) / work.layer.activation_bytes,
-            seconds=work.layer.recomputed_traffic_bytes / update_rate,
-        )
-        found = _measured(profile, type_name, micro_batch_size, recompute, group.width, partial_recompute)
+        own = [entry for entry in profile.entries if entry.device_type == type_name]
+        found = _measured(own, rows.count, recompute, group.width, work.layer, update_rate)
         if found is not None:
             entry, note = found
             if group.divides_tokens and group.width > 1:
@@ -248,74 +228,56 @@ def card_costs(
                 entry = _with_divided_tokens(entry, work.layer, recompute)
                 note += "; of divided tokens an estimate"
             return CardCosts(
-                units=_from_profile(entry, work, STATE_BYTES[precision], recompute, note),
+                units=_from_profile(entry, work, workload.STATE_BYTES[rows.precision], recompute, note),
                 source="measured",
                 note=note,
                 # A foreign profile says nothing of the optimizer step, and its activations are complete.
                 update_bytes_per_second=math.inf if entry.is_whole else update_rate,
                 boundary_bytes=0.0 if entry.is_whole else work.layer.output_bytes,
-                halves=half_shares(work, recompute),
+                halves=workload.half_shares(work, recompute),
                 start=entry.start,
             )
     note = "estimated from the catalogue" + (
         f": the profile has no entry for {type_name} with recompute {recompute}" if profile else ""
     )
     return CardCosts(
-        units=estimate_units(work, device, precision, recompute),
+        units=estimate_units(work, device, rows.precision, recompute),
         source="estimated",
         note=note,
         update_bytes_per_second=update_rate,
         boundary_bytes=work.layer.output_bytes,
-        halves=half_shares(work, recompute),
+        halves=workload.half_shares(work, recompute),
     )
 
 
 # --- measured --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _PartialRecompute:
-    """What selective recompute changes in a layer, by the catalogue."""
-
-    kept_share: float
-    """Share of the layer's activation bytes that it still keeps."""
-    seconds: float
-    """Time to recompute the rest."""
-
-
 def _measured(
-    profile: Profile,
-    type_name: str,
+    own: Sequence[ProfileEntry],
     micro_batch_size: int,
     recompute: Recompute,
     tensor_parallel: int,
-    partial_recompute: _PartialRecompute,
+    layer: workload.UnitWork,
+    memory_rate: float,
 ) -> tuple[ProfileEntry, str] | None:
-    """The profile's entry for this card, if need be derived from others, and a note that says how; None if
-    there is none to derive it from."""
-    for width in dict.fromkeys((tensor_parallel, 1)):
-        for measured_as in (recompute, "none") if recompute != "none" else (recompute,):
-            entries = sorted(
-                (
-                    entry
-                    for entry in profile.entries
-                    if entry.device_type == type_name
-                    and entry.tensor_parallel == width
-                    and entry.recompute == measured_as
-                ),
-                key=lambda entry: entry.micro_batch_size,
-            )
-            if not entries:
-                continue
-            entry, note = _at_size(entries, micro_batch_size)
-            if measured_as != recompute:
-                layers = tuple(_recomputed(layer, recompute, partial_recompute) for layer in entry.layers)
-                entry = replace(entry, layers=layers, recompute=recompute)
-                note += f"; {recompute} recompute derived from an entry without"
-            if width != tensor_parallel:
-                entry = _divided_by_width(entry, tensor_parallel)
-                note += f"; {SCALED_WIDTH} {width}"
-            return entry, note
+    """A card's own entry, if need be derived from others, and a note that says how; None if there is none to
+    derive it from. By the catalogue, a layer and the rate are what selective recompute is derived from."""
+    for width, kind in itertools.product(
+        dict.fromkeys((tensor_parallel, 1)), dict.fromkeys((recompute, "none"))
+    ):
+        entries = [entry for entry in own if (entry.tensor_parallel, entry.recompute) == (width, kind)]
+        if not entries:
+            continue
+        entry, note = _at_size(sorted(entries, key=lambda entry: entry.micro_batch_size), micro_batch_size)
+        if kind != recompute:
+            layers = tuple(_recomputed(one, recompute, layer, memory_rate) for one in entry.layers)
+            entry = replace(entry, layers=layers, recompute=recompute)
+            note += f"; {recompute} recompute derived from an entry without"
+        if width != tensor_parallel:
+            entry = _divided_by_width(entry, tensor_parallel)
+            note += f"; {SCALED_WIDTH} {width}"
+        return entry, note
     return None
 
 
@@ -323,8 +285,7 @@ SCALED_WIDTH = "estimated from tensor_parallel"
 
 
 def _divided_by_width(entry: ProfileEntry, width: int) -> ProfileEntry:
-    """An entry without tensor parallelism as one card of `width` has it, collectives not included: an
-    estimate."""
+    """An entry of one card as each of `width` has it, collectives not included: an estimate."""
 
     def share(unit: UnitProfile) -> UnitProfile:
         hidden = min(unit.output_bytes * 4, unit.activation_bytes)
@@ -346,7 +307,7 @@ def _divided_by_width(entry: ProfileEntry, width: int) -> ProfileEntry:
     )
 
 
-def _with_divided_tokens(entry: ProfileEntry, unit: UnitWork, recompute: Recompute) -> ProfileEntry:
+def _with_divided_tokens(entry: ProfileEntry, unit: workload.UnitWork, recompute: Recompute) -> ProfileEntry:
     """An entry of layers whose tokens the group divides: each keeps less, by as much as is estimated."""
     kept = unit.kept_bytes(recompute)
     share = kept / (kept + unit.saved_bytes(recompute))
@@ -355,20 +316,18 @@ def _with_divided_tokens(entry: ProfileEntry, unit: UnitWork, recompute: Recompu
 
 
 def _recomputed(
-    layer: UnitProfile, recompute: Recompute, partial_recompute: _PartialRecompute
+    layer: UnitProfile, recompute: Recompute, estimate: workload.UnitWork, memory_rate: float
 ) -> UnitProfile:
     """The same layer under recompute. Full: it keeps only its input; its backward runs the forward first."""
-    selective = recompute == "selective"
-    kept = (
-        layer.activation_bytes * partial_recompute.kept_share
-        if selective
-        else min(layer.output_bytes, layer.activation_bytes)
-    )
+    if recompute == "selective":
+        kept = layer.activation_bytes * (estimate.kept_bytes(recompute) / estimate.activation_bytes)
+        again = estimate.recomputed_traffic_bytes / memory_rate
+    else:
+        kept, again = min(layer.output_bytes, layer.activation_bytes), layer.forward_seconds
     transient = layer.transient_bytes
     return replace(
         layer,
-        backward_seconds=layer.backward_seconds
-        + (partial_recompute.seconds if selective else layer.forward_seconds),
+        backward_seconds=layer.backward_seconds + again,
         activation_bytes=kept,
         transient_bytes=None if transient is None else transient + layer.activation_bytes - kept,
     )
@@ -393,10 +352,13 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
     def at(x: float, y: float) -> float:
         return share * x if low is high else max(0.0, x + share * (y - x))
 
+    def times(a: UnitProfile | StageStart, b: UnitProfile | StageStart) -> dict[str, float]:
+        names = ("forward_seconds", "backward_seconds")
+        return {name: at(getattr(a, name), getattr(b, name)) for name in names}
+
     def line(a: UnitProfile, b: UnitProfile) -> UnitProfile:
         return UnitProfile(
-            forward_seconds=at(a.forward_seconds, b.forward_seconds),
-            backward_seconds=at(a.backward_seconds, b.backward_seconds),
+            **times(a, b),
             state_bytes=max(a.state_bytes, b.state_bytes),
             activation_bytes=at(a.activation_bytes, b.activation_bytes),
             output_bytes=at(a.output_bytes, b.output_bytes),
@@ -413,18 +375,13 @@ def _at_size(entries: Sequence[ProfileEntry], size: int) -> tuple[ProfileEntry, 
         layers=tuple(line(low.layer(i), high.layer(i)) for i in range(count)),
         head=line(low.head, high.head),
         # It does not grow with the micro-batch, unless it was seen to.
-        start=low.start
-        if low is high
-        else StageStart(
-            forward_seconds=at(low.start.forward_seconds, high.start.forward_seconds),
-            backward_seconds=at(low.start.backward_seconds, high.start.backward_seconds),
-        ),
+        start=low.start if low is high else StageStart(**times(low.start, high.start)),
     )
     return entry, note
 
 
 def _from_profile(
-    entry: ProfileEntry, work: ModelWork, state: StateBytes, recompute: Recompute, note: str
+    entry: ProfileEntry, work: workload.ModelWork, state: workload.StateBytes, recompute: Recompute, note: str
 ) -> tuple[UnitCost, ...]:
     """The entry's seconds and bytes of each unit: embedding, layers, head."""
     layers = [entry.layer(i) for i in range(work.num_layers)]
@@ -459,45 +416,39 @@ def _from_profile(
 # --- estimated -------------------------------------------------------------------------------------------
 
 
-def _recomputed_bytes(unit: UnitWork, recompute: Recompute) -> float:
+def _recomputed_bytes(unit: workload.UnitWork, recompute: Recompute) -> float:
     """Bytes of the activations that a unit did not keep and holds while its backward runs."""
     if recompute == "full":
         return unit.activation_bytes
     return unit.activation_bytes - unit.kept_bytes(recompute)
 
 
-def _gathered_again(unit: UnitWork, recompute: Recompute) -> int:
-    """All-gathers in the backward of inputs that were not kept; under full recompute all but one have a
-    reduce-scatter beside them, and count as collectives."""
+def _gathered_again(unit: workload.UnitWork, recompute: Recompute) -> int:
+    """All-gathers in the backward of inputs not kept; under full recompute all but one are collectives."""
     if not unit.divides_tokens or recompute == "none":
         return 0
     return unit.forward_collectives if recompute == "selective" else min(unit.forward_collectives, 1)
 
 
 def estimate_units(
-    work: ModelWork, device: DeviceType, precision: Precision, recompute: Recompute
+    work: workload.ModelWork, device: DeviceType, precision: Precision, recompute: Recompute
 ) -> tuple[UnitCost, ...]:
     """The units of `work` by the catalogue's rates: embedding, layers, head."""
     peak = device.peak(precision)
     assert peak is not None, "a card without this precision gets no work"
-    matrix_rate = matrix_efficiency(work.hidden_size) * peak
-    memory_rate = MEMORY_EFFICIENCY * device.memory_bandwidth / (device.slowdown or 1.0)
-    state = STATE_BYTES[precision]
+    matrix_rate, memory_rate = matrix_efficiency(work.hidden_size) * peak, _memory_rate(device)
+    state = workload.STATE_BYTES[precision]
 
     def seconds(flops: float, traffic_bytes: float) -> float:
         return flops / matrix_rate + traffic_bytes / memory_rate + UNIT_OVERHEAD_SECONDS
 
-    def cost(unit: UnitWork, recompute: Recompute = "none") -> UnitCost:
+    def cost(unit: workload.UnitWork, recompute: Recompute = "none") -> UnitCost:
         forward = seconds(unit.forward_flops, unit.forward_traffic_bytes)
         backward = seconds(unit.backward_flops, unit.backward_traffic_bytes)
-        recompute_seconds = {
-            "none": 0.0,
-            "selective": unit.recomputed_traffic_bytes / memory_rate,
-            "full": forward,
-        }
+        again = {"none": 0.0, "selective": unit.recomputed_traffic_bytes / memory_rate, "full": forward}
         return UnitCost(
             forward_seconds=forward,
-            backward_seconds=backward + recompute_seconds[recompute],
+            backward_seconds=backward + again[recompute],
             parameters=unit.trained,
             parameter_bytes=float(state.parameters * unit.parameters),
             gradient_bytes=float(state.gradients * unit.trained),
@@ -514,6 +465,4 @@ def estimate_units(
             gathered_again=_gathered_again(unit, recompute),
         )
 
-    layer = cost(work.layer, recompute)
-    ends = [cost(unit) for unit in (work.embedding, work.head)]
-    return (ends[0], *[layer] * work.num_layers, ends[1])
+    return (cost(work.embedding), *[cost(work.layer, recompute)] * work.num_layers, cost(work.head))

@@ -12,15 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from yuan_train.config.architecture import (
-    ADAPTERS,
-    HALVES,
-    Kept,
-    SublayerWork,
-    half_of,
-    is_whole_adapter,
-    layer_table,
-)
+from yuan_train.config import architecture
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import Recompute
@@ -28,6 +20,8 @@ from yuan_train.config.run import Recompute
 ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 INTEGER_BYTES = 8
+KEPT_BYTES = ("activation_bytes", "input_bytes", "selective_bytes")
+"""Of a unit, by kind of recompute: none, full, selective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +86,6 @@ class UnitWork:
     """Whether the group divides the tokens: each all-reduce is then a reduce-scatter and an all-gather, and
     under recompute the input of products is gathered again."""
     width: int = 1
-    """Cards of the group."""
     recomputed_traffic_bytes: float = 0.0
     """Moved in the backward to recompute what selective recompute does not keep."""
     forward_collectives: int = 0
@@ -105,9 +98,9 @@ class UnitWork:
 
     def kept_bytes(self, recompute: Recompute) -> float:
         """Bytes kept from the forward to the backward."""
-        if recompute == "none":
-            return self.activation_bytes
-        return self.input_bytes if recompute == "full" else self.selective_bytes
+        return {"none": self.activation_bytes, "full": self.input_bytes, "selective": self.selective_bytes}[
+            recompute
+        ]
 
     def saved_bytes(self, recompute: Recompute) -> float:
         """Bytes that are not kept because the group divides the tokens."""
@@ -122,6 +115,19 @@ class UnitWork:
 
 
 @dataclass(frozen=True)
+class TokenRows:
+    """A micro-batch: `count` rows of `length` tokens, computed in `precision`."""
+
+    count: int
+    length: int
+    precision: Precision
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+
+@dataclass(frozen=True)
 class TensorGroup:
     """Cards that share each layer; of one alone there is nothing to share."""
 
@@ -130,7 +136,7 @@ class TensorGroup:
     """Between the products of layers (sequence parallelism; Korthikanti et al. 2022, arXiv 2205.05198)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelWork:
     """All units of a model. Every layer is the same; the head includes the final norm and the loss."""
 
@@ -150,58 +156,43 @@ class ModelWork:
 
 def model_work(
     model: ModelConfig,
+    rows: TokenRows,
     *,
-    sequence_length: int,
-    micro_batch_size: int,
-    precision: Precision,
     logit_rows: int,
     group: TensorGroup = TensorGroup(),  # noqa: B008
     experts: int | None = None,
     flash: bool = True,
 ) -> ModelWork:
-    """The work of each unit for a micro-batch of micro_batch_size * sequence_length tokens, on one card of a
-    tensor-parallel group.
+    """The work of each unit for a micro-batch, on one card of a tensor-parallel group.
 
     `logit_rows` is how many tokens' logits the loss holds at a time. With `experts`, the card is one of
     several that share the experts of each layer, and holds so many of them; all else is whole. `flash` is
     whether the card has flash attention (`has_flash`).
     """
-    tokens = sequence_length * micro_batch_size
     attention, feed_forward = model.spec.sublayers(model)
     if not flash:
         attention = _without_flash(attention, model)
+    lookup, head = _embedding_work(model, rows), _head_work(model, rows, logit_rows)
 
-    def layer(*halves: SublayerWork) -> UnitWork:
-        work = _layer_work(halves, model.hidden_size, tokens, sequence_length, precision)
+    def layer(*halves: architecture.SublayerWork) -> UnitWork:
+        work = _layer_work(halves, model.hidden_size, rows)
         if model.lora is not None:
-            work = _with_adapters(work, model, halves, tokens, precision)
+            work = _with_adapters(work, model, halves, rows)
         return _share_of(work, group)
 
+    def work(layer: UnitWork, halves: tuple[UnitWork, UnitWork], *ends: UnitWork) -> ModelWork:
+        return ModelWork(model.num_layers, model.hidden_size, ends[0], layer, halves, ends[1])
+
     if experts is not None:
-        whole = (
-            _embedding_work(model, tokens, precision),
-            _head_work(model, tokens, precision, min(logit_rows, tokens)),
-        )
-        embedding, head = (replace(end, forward_collectives=0, backward_collectives=0) for end in whole)
+        lookup, head = (replace(end, forward_collectives=0, backward_collectives=0) for end in (lookup, head))
         alone = replace(attention, collectives=0)
-        return ModelWork(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            embedding=embedding,
-            layer=_with_experts(model, experts, lambda ffn: layer(alone, ffn)),
-            halves=(layer(alone), _with_experts(model, experts, layer)),
-            head=head,
-        )
-    lookup, ends = _embedding_work(model, tokens, precision), replace(group, divides_tokens=False)
-    return ModelWork(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        # Every card adds as many rows, zeros for the tokens of others.
-        embedding=replace(_share_of(lookup, ends), transient_bytes=lookup.transient_bytes),
-        layer=layer(attention, feed_forward),
-        halves=(layer(attention), layer(feed_forward)),
-        head=_share_of(_head_work(model, tokens, precision, min(logit_rows, tokens)), ends),
-    )
+        halves = layer(alone), _with_experts(model, experts, layer)
+        return work(_with_experts(model, experts, lambda ffn: layer(alone, ffn)), halves, lookup, head)
+    ends = replace(group, divides_tokens=False)
+    # Every card adds as many rows, zeros for the tokens of others.
+    embedding = replace(_share_of(lookup, ends), transient_bytes=lookup.transient_bytes)
+    halves = layer(attention), layer(feed_forward)
+    return work(layer(attention, feed_forward), halves, embedding, _share_of(head, ends))
 
 
 FLASH_CAPABILITY = 8.0
@@ -216,11 +207,10 @@ def has_flash(device: DeviceType) -> bool:
     return device.capability is None or device.capability >= FLASH_CAPABILITY
 
 
-def _without_flash(attention: SublayerWork, model: ModelConfig) -> SublayerWork:
-    """Attention by the memory-efficient kernel: slower, and of grouped queries' keys and values it takes, and
-    keeps, a copy for each query head."""
+def _without_flash(attention: architecture.SublayerWork, model: ModelConfig) -> architecture.SublayerWork:
+    """Attention by the memory-efficient kernel: slower, with grouped keys and values copied per query."""
     copies = 2 * (model.num_attention_heads - model.key_value_heads) * model.head_dim
-    more = Kept(elements=copies)
+    more = architecture.Kept(elements=copies)
     return replace(
         attention,
         scores=FLASH_GAIN * attention.scores,
@@ -229,34 +219,22 @@ def _without_flash(attention: SublayerWork, model: ModelConfig) -> SublayerWork:
     )
 
 
-def _with_experts(model: ModelConfig, experts: int, unit: Callable[[SublayerWork], UnitWork]) -> UnitWork:
-    """A unit on a card with so many of its experts; `unit` makes it of a feed-forward's work.
-
-    What it does is for the rows that the card expects, its share of the experts; the bytes are for the most
-    rows that it can be given: a token chooses different experts, so at most one for each.
-    """
+def _with_experts(
+    model: ModelConfig, experts: int, unit: Callable[[architecture.SublayerWork], UnitWork]
+) -> UnitWork:
+    """A unit on a card with so many of its experts; `unit` makes it of a feed-forward's work. It works on the
+    rows that it expects, with room for the most that it can get: a token chooses different experts."""
     held, chosen = model.spec.held_experts, model.experts_per_token
     assert held is not None, "only architectures with experts divide them"
     none, each, most = (unit(held(model, experts, rows)) for rows in (0, chosen, min(chosen, experts)))
     share = experts / model.num_experts
-
-    def expected(name: str) -> float:
-        low, high = getattr(none, name), getattr(each, name)
-        return low + (high - low) * share
-
-    return replace(
-        most,
-        forward_flops=expected("forward_flops"),
-        backward_flops=expected("backward_flops"),
-        forward_traffic_bytes=expected("forward_traffic_bytes"),
-        backward_traffic_bytes=expected("backward_traffic_bytes"),
-        recomputed_traffic_bytes=expected("recomputed_traffic_bytes"),
-    )
+    names = [f"{way}_{what}" for way in ("forward", "backward") for what in ("flops", "traffic_bytes")]
+    ends = {name: (getattr(none, name), getattr(each, name)) for name in (*names, "recomputed_traffic_bytes")}
+    return replace(most, **{name: low + (high - low) * share for name, (low, high) in ends.items()})
 
 
 def _share_of(unit: UnitWork, group: TensorGroup) -> UnitWork:
-    """A card's share in a tensor-parallel group: all but the replicated bytes is divided. The few weights of
-    the norms, which every card holds, are divided too."""
+    """A card's share in a tensor-parallel group: all but replicated bytes is divided, norms' weights too."""
     width, divides_tokens = group.width, group.divides_tokens
     if width == 1:
         return unit
@@ -287,7 +265,7 @@ def _share_of(unit: UnitWork, group: TensorGroup) -> UnitWork:
     )
 
 
-def _bytes(kept: Kept, precision: Precision) -> int:
+def _bytes(kept: architecture.Kept, precision: Precision) -> int:
     statistics = statistic_bytes(precision) * kept.statistics
     return ELEMENT_BYTES[precision] * kept.elements + statistics + INTEGER_BYTES * kept.integers
 
@@ -297,12 +275,10 @@ def statistic_bytes(precision: Precision) -> int:
     return 8 if precision == "fp64" else 4
 
 
-def _layer_work(
-    halves: Sequence[SublayerWork], hidden: int, tokens: int, sequence_length: int, precision: Precision
-) -> UnitWork:
+def _layer_work(halves: Sequence[architecture.SublayerWork], hidden: int, rows: TokenRows) -> UnitWork:
     """A layer, or one half of it: forward, and backward with twice the FLOP."""
-    e = ELEMENT_BYTES[precision]
-    flops = float(tokens * sum(half.forward_flops(sequence_length) for half in halves))
+    tokens, precision, e = rows.tokens, rows.precision, ELEMENT_BYTES[rows.precision]
+    flops = float(tokens * sum(half.forward_flops(rows.length) for half in halves))
     kept = tokens * sum(_bytes(half.replicated + half.sharded, precision) for half in halves)
     parameters = sum(half.parameters for half in halves)
     # Each kept tensor is written once and read about once.
@@ -335,7 +311,7 @@ def _layer_work(
 
 
 def _with_adapters(
-    base: UnitWork, model: ModelConfig, halves: Sequence[SublayerWork], tokens: int, precision: Precision
+    base: UnitWork, model: ModelConfig, halves: Sequence[architecture.SublayerWork], rows: TokenRows
 ) -> UnitWork:
     """A layer, or one half of it, whose base is frozen, with its adapters.
 
@@ -343,28 +319,39 @@ def _with_adapters(
     the product between its two matrices; what of the base only frozen matrices would read is counted though.
     Low rank makes its products passes over memory.
     """
+    tokens, precision = rows.tokens, rows.precision
     e, gradients = ELEMENT_BYTES[precision], STATE_BYTES[precision].gradients
-    names = [name for name, half in zip(HALVES, model.spec.sublayers(model), strict=True) if half in halves]
-    found = [p for p in layer_table(model) if p.name.endswith(ADAPTERS) and half_of(p.name) in names]
+    names = [
+        name
+        for name, half in zip(architecture.HALVES, model.spec.sublayers(model), strict=True)
+        if half in halves
+    ]
+    found = [
+        p
+        for p in architecture.layer_table(model)
+        if p.name.endswith(architecture.ADAPTERS) and architecture.half_of(p.name) in names
+    ]
     trained = sum(p.size for p in found)
-    whole = sum(p.size for p in found if is_whole_adapter(p))
     assert model.lora is not None
     rank = model.lora.rank
     kept = e * tokens * rank * len(found) // 2
     products = 2.0 * tokens * sum(half.products for half in halves)
     weight_flops = 2.0 * tokens * trained
     backward = base.backward_flops - products + 2 * weight_flops
-    inputs, outputs = (sum(p.size for p in found if p.name.endswith(kind)) // rank for kind in ADAPTERS)
+    inputs, outputs = (
+        sum(p.size for p in found if p.name.endswith(kind)) // rank for kind in architecture.ADAPTERS
+    )
     # Forward: x is read, and y read and written again. Backward: dy is read twice, x once, and dx read and
     # written again.
     forward_traffic = 2.0 * kept + e * (trained + tokens * (inputs + 2 * outputs))
     backward_traffic = 4.0 * kept + e * (2 * trained + tokens * (3 * inputs + 2 * outputs))
     held = max(tokens * _bytes(half.held, precision) for half in halves)
+    more = ("activation_bytes", "selective_bytes", "replicated_bytes", "selective_replicated_bytes")
     return replace(
         base,
         parameters=base.parameters + trained,
         trained=trained,
-        whole_adapters=whole,
+        whole_adapters=sum(p.size for p in found if architecture.is_whole_adapter(p)),
         weight_share=weight_flops / backward,
         forward_flops=base.forward_flops + weight_flops,
         backward_flops=backward,
@@ -372,57 +359,50 @@ def _with_adapters(
         backward_traffic_bytes=base.backward_traffic_bytes
         + backward_traffic
         + gradients * 2 * (trained - base.parameters),
-        activation_bytes=base.activation_bytes + kept,
-        selective_bytes=base.selective_bytes + kept,
-        replicated_bytes=base.replicated_bytes + kept,
-        selective_replicated_bytes=base.selective_replicated_bytes + kept,
-        gathered_bytes=base.gathered_bytes + kept,
+        **{name: getattr(base, name) + kept for name in (*more, "gathered_bytes")},
         selective_gathered_bytes=float(kept),
         transient_bytes=held + e * max((p.size for p in found), default=0),
     )
 
 
-def _embedding_work(model: ModelConfig, tokens: int, precision: Precision) -> UnitWork:
-    """Forward, a gather of rows; backward, the rows of the tokens' gradients, made wide and added to the main
-    gradient, unless the matrix is frozen."""
-    e, matrix = ELEMENT_BYTES[precision], model.embedding_parameters
-    rows = e * model.hidden_size * tokens
+def _embedding_work(model: ModelConfig, rows: TokenRows) -> UnitWork:
+    """Forward, a gather of rows; backward, unless it is frozen, their gradients are widened and added."""
+    tokens, matrix = rows.tokens, model.embedding_parameters
+    hidden = ELEMENT_BYTES[rows.precision] * model.hidden_size * tokens
     trained = matrix if model.lora is None else 0
-    wide = STATE_BYTES[precision].gradients * model.hidden_size * tokens * (trained > 0)
+    wide = STATE_BYTES[rows.precision].gradients * model.hidden_size * tokens * (trained > 0)
     return UnitWork(
         parameters=matrix,
         trained=trained,
-        replicated_bytes=rows,
+        replicated_bytes=hidden,
         forward_collectives=1,
         forward_flops=0.0,
         backward_flops=0.0,
-        forward_traffic_bytes=2.0 * rows,
+        forward_traffic_bytes=2.0 * hidden,
         # Read, written wide, read again, and added to what is read and written.
-        backward_traffic_bytes=rows * (trained > 0) + 4.0 * wide,
-        activation_bytes=8 * tokens,
-        input_bytes=8 * tokens,
-        selective_bytes=8 * tokens,
+        backward_traffic_bytes=hidden * (trained > 0) + 4.0 * wide,
+        **dict.fromkeys(KEPT_BYTES, INTEGER_BYTES * tokens),
         transient_bytes=wide,
-        output_bytes=rows,
+        output_bytes=hidden,
     )
 
 
-def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows: int) -> UnitWork:
+def _head_work(model: ModelConfig, rows: TokenRows, logit_rows: int) -> UnitWork:
     """The block-wise loss computes its gradients in the forward: all 6VH FLOP a token are there, and about
-    none in the backward. Of a frozen matrix there is no dW: 4VH.
-
-    dW [V, H] is added to the main gradient at once; dh is kept in w until the backward. At most three blocks
-    of logits are held at a time.
-    """
-    e, w = ELEMENT_BYTES[precision], statistic_bytes(precision)
+    none in the backward. Of a frozen matrix there is no dW: 4VH. dW [V, H] is added to the main gradient at
+    once; dh is kept in w until the backward. At most three blocks of logits are held at a time."""
+    e, w, tokens = ELEMENT_BYTES[rows.precision], statistic_bytes(rows.precision), rows.tokens
     hidden, matrix = model.hidden_size, model.output_size * model.hidden_size
     norm_bytes = tokens * (2 * e * hidden + w)
+    kept = norm_bytes + w * hidden * tokens
+    logit_rows = min(logit_rows, tokens)
     blocks = -(-tokens // logit_rows)
     frozen = model.lora is not None
     return UnitWork(
         parameters=model.head_parameters,
         trained=model.trained_unit_parameters[-1] if frozen else model.head_parameters,
-        replicated_bytes=norm_bytes + w * hidden * tokens,
+        replicated_bytes=kept,
+        selective_replicated_bytes=kept,
         forward_collectives=1,
         forward_flops=(2.0 if frozen else 3.0) * tokens * model.head_forward_flops,
         backward_flops=0.0,
@@ -430,10 +410,7 @@ def _head_work(model: ModelConfig, tokens: int, precision: Precision, logit_rows
         + 6.0 * w * model.output_size * tokens
         + blocks * (2 * w * (not frozen) + 2 * e) * matrix,
         backward_traffic_bytes=2.0 * norm_bytes,
-        activation_bytes=norm_bytes + w * hidden * tokens,
-        input_bytes=norm_bytes + w * hidden * tokens,
-        selective_bytes=norm_bytes + w * hidden * tokens,
-        selective_replicated_bytes=norm_bytes + w * hidden * tokens,
+        **dict.fromkeys(KEPT_BYTES, kept),
         transient_bytes=3 * w * logit_rows * model.output_size,
         output_bytes=0,
     )
@@ -459,9 +436,9 @@ class HalfShare:
 
 def half_shares(work: ModelWork, recompute: Recompute) -> tuple[HalfShare, HalfShare]:
     """What attention and feed-forward take of a layer."""
+    whole = work.layer
 
     def share(half: UnitWork) -> HalfShare:
-        whole = work.layer
         return HalfShare(
             seconds=half.forward_flops / whole.forward_flops,
             parameters=half.trained / whole.trained,

@@ -57,7 +57,8 @@ def run_transfers(
     """
     run = _Run(transfers, messages)
     while run.num_left:
-        for i in run.unblocked():
+        while run.free:
+            i = run.free.pop()
             heapq.heappush(run.waiting, (max(run.now, transfers[i].ready + later(i)), i))
         run.start_ready()
         for i in run.advance():
@@ -92,7 +93,8 @@ class _Run:
             for j in before:
                 self.followers[j].append(i)
             last.update(dict.fromkeys(own, i))
-        self._free = [i for i in range(count) if not self.num_before[i]]
+        self.free = [i for i in range(count) if not self.num_before[i]]
+        """Whose cards have become free."""
         self.flows: Counter[str] = Counter()
         crossed = {node for transfer in self.transfers for node in transfer.crossing}
         # Of messages, the changes in the flows through the nodes that rings pass, the next one last.
@@ -106,11 +108,6 @@ class _Run:
             ),
             reverse=True,
         )
-
-    def unblocked(self) -> list[int]:
-        """Transfers whose cards have become free."""
-        found, self._free = self._free, []
-        return found
 
     def start_ready(self) -> None:
         """Go on to when something is under way, and start what is ready then."""
@@ -154,4 +151,4 @@ class _Run:
         for j in self.followers[i]:
             self.num_before[j] -= 1
             if not self.num_before[j]:
-                self._free.append(j)
+                self.free.append(j)

@@ -20,20 +20,15 @@ from yuan_train.planner.native.pipelines import Sent
 
 @dataclass(frozen=True)
 class EdgeFlows:
-    """How many messages of an edge cross the NICs at a time, by node.
-
-    Equal pipelines run in step, so the same edge of all of them is busy at once; different edges of a
-    pipeline take turns.
-    """
+    """How many messages of an edge cross the NICs at a time, by node. Equal pipelines run in step, so the
+    same edge of all of them is busy at once; different edges of a pipeline take turns."""
 
     leaving: Mapping[str, int]
     entering: Mapping[str, int]
 
     def sharers(self, source: Card, target: Card) -> int:
         """How many messages share the busier NIC of a message's two nodes; 1 inside a node."""
-        if source.node == target.node:
-            return 1
-        return max(self.leaving[source.node], self.entering[target.node])
+        return max(self.leaving[source.node], self.entering[target.node]) if source.node != target.node else 1
 
 
 def edge_flows(edges: Iterable[tuple[Card, Card]]) -> EdgeFlows:
@@ -62,17 +57,15 @@ def edge_seconds(
     pipeline = plan.pipelines[p]
     sender = costs.of_stage(plan, cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
     # A stage without units passes on what it receives.
-    hidden_bytes = costs.hidden_bytes(pipeline.micro_batch_size)
-    size = sender.units[-1].output_bytes if sender.units else hidden_bytes
-    return max(
-        message_seconds(
-            find_route(costs.topology, source[0], target[0]),
-            size,
-            sharers=flows.sharers(source[0], target[0]),
-        )
-        + broadcast_seconds(costs.topology, target, size)
-        for source, target in pairs
-    )
+    size = costs.hidden_bytes(pipeline.micro_batch_size)
+    size = sender.units[-1].output_bytes if sender.units else size
+
+    def seconds(source: Card, target: Replica) -> float:
+        route, sharers = find_route(costs.topology, source, target[0]), flows.sharers(source, target[0])
+        inside = broadcast_seconds(costs.topology, target, size)
+        return message_seconds(route, size, sharers=sharers) + inside
+
+    return max(seconds(source[0], target) for source, target in pairs)
 
 
 def _pairs(sources: Sequence[Replica], targets: Sequence[Replica]) -> list[tuple[Replica, Replica]]:

@@ -41,10 +41,11 @@ def grad_reduce_end(
 
     def completions(early: float) -> list[float]:
         """When each unit, but for a share of its backward, is complete on all its owners."""
-        complete = [0.0] * num_units(plan)
-        for stage, units in _with_units(plan, stages):
+        complete, units = [0.0] * num_units(plan), units_by_stage(plan)
+        for stage in stages:
             end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
-            for u, unit, below in zip(units, stage.units, _seconds_before(stage, seconds), strict=False):
+            own = units[stage.pipeline, stage.stage]
+            for u, unit, below in zip(own, stage.units, _before(stage, seconds), strict=False):
                 complete[u] = max(complete[u], end - below - early * seconds(unit))
         return complete
 
@@ -81,48 +82,34 @@ def _compute_ends(stages: Sequence[StageCost], simulations: Sequence[Simulation]
     ends: dict[Card, float] = {}
     for stage in stages:
         end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
-        for card in stage.cards:
-            ends[card] = max(ends.get(card, 0.0), end)
+        ends |= {card: max(ends.get(card, 0.0), end) for card in stage.cards}
     return ends
 
 
 def exposed_weight_sync_seconds(
-    plan: Plan,
-    buckets: Sequence[BucketCost],
-    stages: Sequence[StageCost],
-    simulations: Sequence[Simulation],
+    plan: Plan, buckets: Sequence[BucketCost], stages: Sequence[StageCost], simulations: Sequence[Simulation]
 ) -> float:
-    """Seconds by which a step starts later because forwards wait for stepped weights.
-
-    The buckets' weights come back in the model's order, on each card one after the other, from the end of the
-    optimizer step on; the next step's forwards begin at the same time, and each unit's waits for its weights.
-    """
+    """Seconds by which a step starts later because forwards wait for stepped weights. The buckets' weights
+    come back in the model's order, on each card one after the other, from the end of the optimizer step on;
+    the next step's forwards begin at the same time, and each unit's waits for its weights."""
     if not any(bucket.weight_sync_seconds for bucket in buckets):
         return 0.0
-    needed = [float("inf")] * num_units(plan)
-    distinct = {id(simulation): simulation for simulation in simulations}
-    starts = {key: simulation.stage_start_seconds for key, simulation in distinct.items()}
-    for stage, units in _with_units(plan, stages):
-        start = starts[id(simulations[stage.pipeline])][stage.stage]
-        before = _seconds_before(stage, lambda unit: unit.forward_seconds)
-        for u, earlier in zip(units, before, strict=False):
-            needed[u] = min(needed[u], start + earlier)
-    transfers = [
-        Transfer(cards=bucket.cards, crossing=bucket.crossing, seconds=bucket.sync_seconds, ready=0.0)
-        for bucket in buckets
-    ]
-    ends = run_transfers(transfers)
-    return max(
-        0.0, *(end - needed[u] for bucket, end in zip(buckets, ends, strict=True) for u in bucket.units)
-    )
-
-
-def _with_units(plan: Plan, stages: Sequence[StageCost]) -> Iterator[tuple[StageCost, range]]:
-    units = units_by_stage(plan)
+    needed, units = [float("inf")] * num_units(plan), units_by_stage(plan)
     for stage in stages:
-        yield stage, units[stage.pipeline, stage.stage]
+        start = simulations[stage.pipeline].stage_start_seconds[stage.stage]
+        before = _before(stage, lambda unit: unit.forward_seconds)
+        for u, earlier in zip(units[stage.pipeline, stage.stage], before, strict=False):
+            needed[u] = min(needed[u], start + earlier)
+    ends = run_transfers(
+        [
+            Transfer(cards=bucket.cards, crossing=bucket.crossing, seconds=bucket.sync_seconds, ready=0.0)
+            for bucket in buckets
+        ]
+    )
+    waits = (end - needed[u] for bucket, end in zip(buckets, ends, strict=True) for u in bucket.units)
+    return max(0.0, *waits)
 
 
-def _seconds_before(stage: StageCost, seconds: Callable[[UnitCost], float]) -> Iterator[float]:
+def _before(stage: StageCost, seconds: Callable[[UnitCost], float]) -> Iterator[float]:
     """Seconds of the stage's units before each of them, and of all."""
     return itertools.accumulate(map(seconds, stage.units), initial=0.0)

@@ -24,7 +24,6 @@ from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_se
 from yuan_train.planner.costs.owners import PlanCards, state_shares
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
-from yuan_train.planner.evaluate.clocks import PageTimes, PartTimes
 from yuan_train.planner.evaluate.flows import MessageFlow
 from yuan_train.planner.evaluate.messages import EdgeFlows, edge_seconds, message_flows, plan_edge_flows
 from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
@@ -56,7 +55,6 @@ class PlanCost:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the whole step."""
         return (
             self.compute_seconds
             + self.grad_reduce_seconds
@@ -67,8 +65,7 @@ class PlanCost:
 
     @property
     def stall_seconds(self) -> float:
-        """The longest that a worker waits for copies of activations or pages; it is part of
-        `compute_seconds`."""
+        """The longest that a worker waits for copies, as part of `compute_seconds`."""
         return max(max(simulation.stall_seconds) for simulation in self.simulations)
 
     @property
@@ -81,7 +78,6 @@ class PlanCost:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits the memory of its cards."""
         return all(stage.fits for stage in self.stages)
 
     @property
@@ -115,11 +111,9 @@ def _simulate(costs: Costs, plan: Plan, p: int, times: StageTimes) -> Simulation
 
 
 def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
-    """The cost of any valid plan.
-
-    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision; and for
-    pipelines that divide the experts of a layer differently, which are not priced.
-    """
+    """The cost of any valid plan. Raises PlanError if a card is not in the cluster, has another type there,
+    or lacks the precision; and for pipelines that divide the experts of a layer differently, which are not
+    priced."""
     if divides_experts(plan):
         check_alike(plan)
     costs = costs.for_plan(plan)
@@ -130,7 +124,9 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     simulations: list[Simulation] = []
     workers = [pipeline.workers for pipeline in plan.pipelines]
     simulated: dict[tuple[object, ...], Simulation] = {}
-    flows = _edge_flows(cards)
+    # The messages of all pipelines, by edge and whether they are activations.
+    edges = itertools.product(range(max(map(len, cards)) - 1), (True, False))
+    flows = {(s, kind): plan_edge_flows(cards, s, is_activation=kind) for s, kind in edges}
     for p, (pipeline, pipeline_stages) in enumerate(zip(plan.pipelines, rows, strict=True)):
         times.append(_stage_times(costs, plan, cards, p, pipeline_stages, flows))
         leaves = any(stage.activation_offload or stage.parameter_offload for stage in pipeline.stages)
@@ -179,15 +175,11 @@ def _cards(costs: Costs, plan: Plan) -> PlanCards:
 
 
 def _stage_rows(costs: Costs, plan: Plan, cards: PlanCards) -> list[list[StageCost]]:
-    """The stages of each pipeline."""
     shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share, ties=costs.ties)
     rows: list[list[StageCost]] = []
     for p, pipeline in enumerate(plan.pipelines):
-        row = [
-            stage_cost(costs, plan, cards[p][s], p, s, shares=shares[p, s])
-            for s in range(len(pipeline.stages))
-        ]
-        rows.append(sum_over_cards(plan, pipeline, pipeline.workers, row))
+        row = [stage_cost(costs, plan, own, p, s, shares=shares[p, s]) for s, own in enumerate(cards[p])]
+        rows.append(sum_over_cards(plan, pipeline, row))
     return rows
 
 
@@ -195,12 +187,6 @@ def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:
     """The replicas of stage s of all pipelines; each card by itself if each has it `whole`."""
     replicas = [replica for row in cards for replica in row[s]]
     return [(card,) for replica in replicas for card in replica] if whole else replicas
-
-
-def _edge_flows(cards: PlanCards) -> dict[tuple[int, bool], EdgeFlows]:
-    """The messages of all pipelines, by edge and whether they are activations."""
-    edges = itertools.product(range(max(map(len, cards)) - 1), (True, False))
-    return {(s, kind): plan_edge_flows(cards, s, is_activation=kind) for s, kind in edges}
 
 
 def _stage_times(
@@ -219,27 +205,17 @@ def _stage_times(
         )
         for is_activation in (True, False)
     )
+    parts = tuple(stage.leaving and stage.leaving.times for stage in pipeline_stages)
+    pages = tuple(stage.pages and stage.pages.times for stage in pipeline_stages)
     return StageTimes(
         forward_seconds=tuple(stage.forward_seconds for stage in pipeline_stages),
         backward_seconds=tuple(stage.backward_seconds for stage in pipeline_stages),
         weight_seconds=tuple(stage.weight_seconds for stage in pipeline_stages),
-        parts=_part_times(pipeline_stages),
-        pages=_page_times(pipeline_stages),
+        parts=parts if any(parts) else (),
+        pages=pages if any(pages) else (),
         send_activation_seconds=activation_seconds,
         send_gradient_seconds=gradient_seconds,
     )
-
-
-def _part_times(stages: Sequence[StageCost]) -> tuple[PartTimes | None, ...]:
-    if all(stage.leaving is None for stage in stages):
-        return ()
-    return tuple(None if stage.leaving is None else stage.leaving.times for stage in stages)
-
-
-def _page_times(stages: Sequence[StageCost]) -> tuple[PageTimes | None, ...]:
-    if all(stage.pages is None for stage in stages):
-        return ()
-    return tuple(None if stage.pages is None else stage.pages.times for stage in stages)
 
 
 def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_seconds: float) -> Forecast:
@@ -262,14 +238,12 @@ def make_forecast(costs: Costs, plan: Plan, cost: PlanCost, *, lower_bound_secon
                 memory=stage.memory,
                 host_memory_bytes=stage.host_bytes,
                 disk_bytes=stage.disk_bytes,
-                stall_seconds=_stall_seconds(cost, stage),
+                # The longest that one of its workers waits for copies.
+                stall_seconds=max(
+                    cost.simulations[stage.pipeline].stall_seconds[worker]
+                    for worker in cost.workers[stage.pipeline][stage.stage]
+                ),
             )
             for stage in cost.stages
         ),
     )
-
-
-def _stall_seconds(cost: PlanCost, stage: StageCost) -> float:
-    """The longest that a worker of a stage waits for copies."""
-    waits = cost.simulations[stage.pipeline].stall_seconds
-    return max(waits[worker] for worker in cost.workers[stage.pipeline][stage.stage])

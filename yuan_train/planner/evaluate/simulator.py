@@ -26,15 +26,7 @@ from typing import NamedTuple
 
 from yuan_train.config.cluster import Sends
 from yuan_train.planner.evaluate.clocks import CopyClock, Groups, PageClock, PageTimes, PartTimes
-from yuan_train.planner.native.pipelines import (
-    NativeRun,
-    Operation,
-    RunSeconds,
-    Sent,
-    native_schedule,
-    run_rounds,
-    run_schedule,
-)
+from yuan_train.planner.native import pipelines
 from yuan_train.schedule.pages import PagedGroups
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import (
@@ -85,42 +77,37 @@ class StageTimes:
         sends = self.send_activation_seconds, self.send_gradient_seconds
         return (self.forward_seconds, self.backward_seconds, weight, *sends)
 
-    def compute_seconds(self, kind: Kind, stage: int) -> float:
-        """Seconds of a compute step of this kind: forward, backward, backward_input or backward_weight."""
-        if kind == "forward":
-            return self.forward_seconds[stage]
-        backward = self.backward_seconds[stage]
-        if kind == "backward":
-            return backward
-        weight = self.weight_seconds[stage] if self.weight_seconds else backward / 2
-        return weight if kind == "backward_weight" else backward - weight
+    def compute_seconds(self) -> dict[Kind, Sequence[float]]:
+        """[P] seconds of the compute steps of each kind."""
+        forward, backward, weight, *_ = self.rows
+        rest = [whole - part for whole, part in zip(backward, weight, strict=True)]
+        return {"forward": forward, "backward": backward, "backward_input": rest, "backward_weight": weight}
 
 
 class Played(NamedTuple):
     """Operations, and the start and end of each."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[pipelines.Operation, ...]
     spans: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation(RunSeconds):
+class Simulation(pipelines.RunSeconds):
     """The forwards and backwards of one optimizer step, on one pipeline."""
 
     stall_seconds: tuple[float, ...]
     """Of each worker: how long it waits for copies of activations or pages, inside its compute steps."""
     play: Callable[[], Played]
     """Runs every operation, also those that the figures above did not take."""
-    native: NativeRun | None = None
+    native: pipelines.NativeRun | None = None
     """The run of the core, if it was one: it has the last messages."""
 
     @functools.cached_property
     def played(self) -> Played:
-        """Every operation."""
         return self.play()
 
     @property
-    def operations(self) -> tuple[Operation, ...]:
+    def operations(self) -> tuple[pipelines.Operation, ...]:
         """The operations, in an order in which each follows what it waits for."""
         return self.played.operations
 
@@ -129,7 +116,7 @@ class Simulation(RunSeconds):
         """Start and end of each of `operations`."""
         return self.played.spans
 
-    def sent_after(self, seconds: float) -> list[Sent]:
+    def sent_after(self, seconds: float) -> list[pipelines.Sent]:
         """The messages that arrive later than that; none that take no time."""
         if self.native is not None and seconds >= self.native.sent_from:
             return self.native.sent_after(seconds)
@@ -156,10 +143,13 @@ class Simulation(RunSeconds):
 
 
 def simulate(
-    schedule: Schedule, times: StageTimes, *, workers: Workers | None = None, sends: Sends = "overlapped"
+    schedule: Schedule,
+    times: StageTimes,
+    *,
+    workers: Workers | None = None,
+    sends: Sends = "overlapped",
 ) -> Simulation:
-    """Run a schedule in virtual time; by default stage s is on worker s. The schedule must have passed
-    `schedule.check.check_schedule`."""
+    """Run a schedule that has passed `check_schedule` in virtual time; by default stage s is on worker s."""
     workers = workers or one_worker_each(len(schedule))
     return _run(order_operations(schedule, workers), workers, times, sends=sends)
 
@@ -189,11 +179,11 @@ def simulate_schedule(
         return run()
     depths = _prompt_depths(schedule, workers, in_flight) if sends == "overlapped" else None
     if depths:
-        found = run_rounds(depths, num_micro_batches, times.rows)
+        found = pipelines.run_rounds(depths, num_micro_batches, times.rows)
     else:
-        own = native_schedule(schedule, workers, num_micro_batches, in_flight)
-        found = run_schedule(own, times.rows, blocking=sends != "overlapped")
-    seconds = {one.name: getattr(found, one.name) for one in fields(RunSeconds)}
+        own = pipelines.native_schedule(schedule, workers, num_micro_batches, in_flight)
+        found = pipelines.run_schedule(own, times.rows, blocking=sends != "overlapped")
+    seconds = {one.name: getattr(found, one.name) for one in fields(pipelines.RunSeconds)}
     stalls = (0.0,) * len(found.busy_seconds)
     return Simulation(**seconds, stall_seconds=stalls, play=lambda: run().played, native=found)
 
@@ -205,19 +195,19 @@ def _operations(
     num_micro_batches: int,
     in_flight: tuple[int, ...] | None,
     group: int,
-) -> tuple[Operation, ...]:
+) -> tuple[pipelines.Operation, ...]:
     if group == 1:
-        return native_schedule(schedule, workers, num_micro_batches, in_flight).operations()
+        return pipelines.native_schedule(schedule, workers, num_micro_batches, in_flight).operations()
     programs = make_schedule(
         schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight, group=group
     )
     return order_operations(programs, workers)
 
 
-def order_operations(schedule: Schedule, workers: Workers | None = None) -> tuple[Operation, ...]:
+def order_operations(schedule: Schedule, workers: Workers | None = None) -> tuple[pipelines.Operation, ...]:
     """The schedule's compute and sends, in an order in which each follows what it waits for."""
     workers = workers or one_worker_each(len(schedule))
-    operations: list[Operation] = []
+    operations: list[pipelines.Operation] = []
     position = [0] * len(schedule)
     sent: set[tuple[bool, int, int]] = set()
     awaited: set[tuple[bool, int, int]] = set()
@@ -236,12 +226,12 @@ def order_operations(schedule: Schedule, workers: Workers | None = None) -> tupl
                 waits = kind != "backward_weight" and key in awaited
                 if waits and key not in sent:
                     break
-                operations.append(Operation(kind, stage, micro_batch, worker, -1, waits))
+                operations.append(pipelines.Operation(kind, stage, micro_batch, worker, -1, waits))
             else:
                 is_activation = kind == "send_activation"
                 target = stage + 1 if is_activation else stage - 1
                 peer = worker_of(workers, target, micro_batch)
-                operations.append(Operation(kind, stage, micro_batch, worker, peer, False))
+                operations.append(pipelines.Operation(kind, stage, micro_batch, worker, peer, False))
                 sent.add((is_activation, target, micro_batch))
                 if peer not in ready:
                     ready.append(peer)
@@ -263,7 +253,7 @@ def _prompt_depths(
 
 
 def _run(
-    operations: Sequence[Operation],
+    operations: Sequence[pipelines.Operation],
     workers: Workers,
     times: StageTimes,
     *,
@@ -272,10 +262,10 @@ def _run(
     pages: Mapping[int, PagedGroups] | None = None,
 ) -> Simulation:
     clocks = _clocks(workers, times, copies or {}, pages or {})
-    count, stages = num_workers(workers), range(len(workers))
+    count = num_workers(workers)
     free, busy, last = [0.0] * count, [0.0] * count, [0.0] * count
     ends, starts = [0.0] * len(workers), [math.inf] * len(workers)
-    compute = {kind: [times.compute_seconds(kind, stage) for stage in stages] for kind in COMPUTE}
+    compute = times.compute_seconds()
     activation_seconds, gradient_seconds = times.send_activation_seconds, (0.0, *times.send_gradient_seconds)
     links: dict[tuple[int, int], float] = {}
     arrivals: dict[tuple[bool, int, int], float] = {}
@@ -304,23 +294,19 @@ def _run(
             if sends != "overlapped":
                 free[worker] = end
         spans.append((start, end))
+    stalls = {worker: clock.stall_seconds for worker, clock in clocks.items()}
     return Simulation(
         stage_end_seconds=tuple(ends),
         busy_seconds=tuple(busy),
         worker_end_seconds=tuple(last),
         stage_start_seconds=tuple(starts),
-        stall_seconds=tuple(
-            clocks[worker].stall_seconds if worker in clocks else 0.0 for worker in range(count)
-        ),
+        stall_seconds=tuple(stalls.get(worker, 0.0) for worker in range(count)),
         play=lambda: Played(tuple(operations), tuple(spans)),
     )
 
 
 def _clocks(
-    workers: Workers,
-    times: StageTimes,
-    copies: Mapping[int, Groups],
-    pages: Mapping[int, PagedGroups],
+    workers: Workers, times: StageTimes, copies: Mapping[int, Groups], pages: Mapping[int, PagedGroups]
 ) -> dict[int, CopyClock | PageClock]:
     """The links of the workers that copy anything."""
     parts = {stage: part for stage, part in enumerate(times.parts) if part is not None}

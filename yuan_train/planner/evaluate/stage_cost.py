@@ -11,7 +11,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.away import AwayCost, away_cost, disk_capacity
+from yuan_train.planner.costs.away import AwayCost, away_cost
 from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.owners import StateShares
@@ -28,7 +28,7 @@ from yuan_train.planner.evaluate.tiers import (
 from yuan_train.planner.native.pipelines import native_schedule
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import in_flight, make_schedule
-from yuan_train.schedule.step import RankProgram, Workers, num_workers
+from yuan_train.schedule.step import RankProgram, num_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,6 @@ class StageCost:
 
     @property
     def cards(self) -> tuple[Card, ...]:
-        """The cards of all replicas."""
         return tuple(card for replica in self.replicas for card in replica)
 
     @property
@@ -104,10 +103,8 @@ class StageCost:
 
 
 def cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
-    """The cards of a stage's replicas.
-
-    Raises PlanError if a card is not in the cluster, has another type there, or lacks the precision.
-    """
+    """The cards of a stage's replicas. Raises PlanError if a card is not in the cluster, has another type
+    there, or lacks the precision."""
     return tuple(tuple(_card_of(costs, plan, rank) for rank in replica) for replica in stage.replicas)
 
 
@@ -136,14 +133,8 @@ def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> 
     pipeline = plan.pipelines[p]
     pipelines = list(plan.pipelines)
     pipelines[p] = replace(pipeline, stages=(*pipeline.stages[:s], stage, *pipeline.stages[s + 1 :]))
-    return stage_cost(
-        costs,
-        replace(plan, pipelines=tuple(pipelines)),
-        old.replicas,
-        p,
-        s,
-        shares=old.shares,
-    )
+    changed = replace(plan, pipelines=tuple(pipelines))
+    return stage_cost(costs, changed, old.replicas, p, s, shares=old.shares)
 
 
 @dataclass(frozen=True)
@@ -160,22 +151,26 @@ class _Part:
 def stage_cost(
     costs: Costs, plan: Plan, replicas: tuple[Replica, ...], p: int, s: int, *, shares: StateShares
 ) -> StageCost:
-    """The cost of stage s of pipeline p on `replicas`, by its slowest replica (or card, where cards share
-    experts) and its tightest card."""
+    """The cost of stage s of pipeline p, by its slowest replica (or card with experts) and tightest card."""
     pipeline, stage = plan.pipelines[p], plan.pipelines[p].stages[s]
     parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
     slowest = max(parts, key=lambda part: part.units.seconds)
     units = slowest.units.units
-    twice = stage.embedding and _head_holds_embedding(costs, pipeline, stage)
+    # Whether the cards have the head too, in this stage or in another one, with a tied matrix.
+    heads = (set(stage.replicas) <= set(other.replicas) for other in pipeline.stages if other.head)
+    twice = stage.embedding and costs.ties and any(heads)
     cards = tuple(card for replica in replicas for card in replica)
     count = _stage_in_flight(plan, pipeline, s)
     divides = divides_experts(plan)
     leaving = leaving_activations(costs, plan, p, s, slowest.cards) if stage.activation_offload else None
-    pages = _pages(costs, stage, slowest.units.started, cards) if stage.parameter_offload else None
+    pages = leaving_parameters(costs, stage, slowest.units, cards)
     by_position: dict[int, tuple[MemoryForecast, float]] = {}
     for part in parts if divides else [replace(slowest, cards=cards)]:
         memory, capacity = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
-        memory = _without_leaving(memory, leaving, count)
+        if leaving is not None:
+            # Not where cards share experts: what they keep varies.
+            away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
+            memory = replace(memory, activations=max(0.0, memory.activations - away))
         memory = _with_pages(memory, pipeline, stage, pages, part.units.boundary_bytes)
         found = memory, capacity
         by_position[part.position] = min(found, by_position.get(part.position, found), key=_slack)
@@ -184,19 +179,16 @@ def stage_cost(
         _away_of(costs, stage, part, part.cards if divides else cards, shares, twice=twice, pages=pages)
         for part in parts
     ]
-    layer, on_host = slowest.units.layer, stage.optimizer_offload or leaving or pages
+    layer = slowest.units.layer
+    hosts = cards if stage.optimizer_offload or leaving or pages else ()
+    disks = cards if stage.optimizer_disk else ()
     return StageCost(
         pipeline=p,
         stage=s,
         replicas=replicas,
-        layers=stage.layers,
-        embedding=stage.embedding,
-        head=stage.head,
-        recompute=stage.recompute,
-        num_recomputed=stage.num_recomputed,
+        **{name: getattr(stage, name) for name in OF_PLAN},
+        **{name: getattr(slowest.units, name) for name in OF_UNITS},
         in_flight=count,
-        forward_seconds=slowest.units.forward_seconds,
-        backward_seconds=slowest.units.backward_seconds,
         weight_seconds=math.fsum(unit.weight_seconds for unit in units),
         units=units,
         shares=shares,
@@ -208,25 +200,13 @@ def stage_cost(
         positions=tuple(by_position.values()),
         host_bytes=max(away.host_bytes for away in aways)
         + sum(tier.host_bytes for tier in (leaving, pages) if tier is not None),
-        host_capacity_bytes=_host_room(costs, cards) if on_host else math.inf,
+        host_capacity_bytes=min((costs.host_of(card).memory_bytes for card in hosts), default=math.inf),
         disk_bytes=max(away.disk_bytes for away in aways),
-        disk_capacity_bytes=disk_capacity(costs, stage, cards),
+        disk_capacity_bytes=min((costs.disk_of(card).capacity_bytes for card in disks), default=math.inf),
         leaving=leaving,
         pages=pages,
         one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
-        source=slowest.units.source,
-        note=slowest.units.note,
     )
-
-
-def _without_leaving(
-    memory: MemoryForecast, leaving: LeavingActivations | None, count: int
-) -> MemoryForecast:
-    """Without the activations that leave. Not where cards share experts: what they keep varies."""
-    if leaving is None:
-        return memory
-    away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
-    return replace(memory, activations=max(0.0, memory.activations - away))
 
 
 def _away_of(
@@ -239,14 +219,12 @@ def _away_of(
     twice: bool,
     pages: LeavingParameters | None,
 ) -> AwayCost:
-    """What the state of a part of a stage costs that is not on its cards; parameters in pages have none."""
+    """What the state of a part costs that is not on its cards; a matrix counts once, pages do not."""
     traffic = STATE_BYTES[costs.problem.precision].update_traffic
-    owned = _owned_parameters(part, shares, twice=twice) - (0 if pages is None else pages.parameters)
+    whole = sum(unit.parameters for unit in part.units.units[twice:]) - part.expert_parameters
+    owned = whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer
+    owned -= 0 if pages is None else pages.parameters
     return away_cost(costs, stage, cards, owned, card_seconds=traffic / part.units.update_bytes_per_second)
-
-
-def _host_room(costs: Costs, cards: Sequence[Card]) -> float:
-    return min(costs.host_of(card).memory_bytes for card in cards)
 
 
 def _parts(
@@ -298,37 +276,11 @@ def _slack(memory: tuple[MemoryForecast, float]) -> float:
     return memory[1] - memory[0].total
 
 
-def _owned_parameters(part: _Part, shares: StateShares, *, twice: bool) -> float:
-    """Parameters that a card of a part steps; of a matrix that is there `twice`, once."""
-    whole = sum(unit.parameters for unit in part.units.units[twice:]) - part.expert_parameters
-    return whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer
-
-
-def _head_holds_embedding(costs: Costs, pipeline: PipelinePlan, stage: StagePlan) -> bool:
-    """Whether the cards of a stage have the head too, in this stage or in another one, with a tied matrix."""
-    if not costs.ties:
-        return False
-    return any(other.head and set(stage.replicas) <= set(other.replicas) for other in pipeline.stages)
-
-
 def _update_seconds(seconds: float, stage: StagePlan, pages: LeavingParameters | None) -> float:
     """With the step of a stage's pages: beside the card's own, and after what else its host steps."""
     if pages is None:
         return seconds
     return seconds + pages.update_seconds if stage.optimizer_offload else max(seconds, pages.update_seconds)
-
-
-def _pages(
-    costs: Costs, stage: StagePlan, units: Sequence[UnitCost], cards: Sequence[Card]
-) -> LeavingParameters:
-    hosts = [costs.host_of(card) for card in cards]
-    return leaving_parameters(
-        stage,
-        units,
-        link_bytes_per_second=min(host.link_bytes_per_second for host in hosts),
-        update_bytes_per_second=min(host.memory_bytes_per_second for host in hosts),
-        update_traffic=STATE_BYTES[costs.problem.precision].update_traffic,
-    )
 
 
 def _with_pages(
@@ -368,43 +320,43 @@ def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
     return native_schedule(plan.schedule, pipeline.workers, m, None).held[s]
 
 
+OF_PLAN = ("layers", "embedding", "head", "recompute", "num_recomputed")
+OF_UNITS = ("forward_seconds", "backward_seconds", "source", "note")
+"""What a stage's cost has as its plan, and as the units of its slowest part, have it."""
 OF_A_CARD = ("update_seconds", "host_bytes", "disk_bytes")
 """Of a card with several stages, what is the sum of theirs."""
 
 
-def sum_over_cards(
-    plan: Plan, pipeline: PipelinePlan, workers: Workers, stages: Sequence[StageCost]
-) -> list[StageCost]:
-    """The stages of a pipeline; where a card has several of them, each with the memory and the optimizer step
-    of the whole card."""
-    stages_per_worker = Counter(worker for row in workers for worker in row)
-    if max(stages_per_worker.values()) == 1:
+def sum_over_cards(plan: Plan, pipeline: PipelinePlan, stages: Sequence[StageCost]) -> list[StageCost]:
+    """The stages of a pipeline; where a card has several, each with what the whole card holds and steps."""
+    workers = pipeline.workers
+    if max(Counter(worker for row in workers for worker in row).values()) == 1:
         return list(stages)
     schedule = make_schedule(plan.schedule, num_micro_batches=pipeline.num_micro_batches, workers=workers)
     memory: dict[int, tuple[MemoryForecast, float]] = {}
-    sums: dict[str, dict[int, float]] = {name: {} for name in OF_A_CARD}
+    sums: dict[int, dict[str, float]] = {}
     for worker in range(num_workers(workers)):
         on_card = [stage for stage in stages if worker in workers[stage.stage]]
         positions = zip(*(stage.positions for stage in on_card), strict=True)
-        memory[worker] = min(
-            (
-                (_combined_memory(on_card, [own for own, _ in same], schedule[worker]), same[0][1])
-                for same in positions
-            ),
-            key=_slack,
+        own = (
+            (_combined_memory(on_card, [part for part, _ in same], schedule[worker]), same[0][1])
+            for same in positions
         )
-        for name in OF_A_CARD:
-            sums[name][worker] = math.fsum(getattr(stage, name) for stage in on_card)
-    return [
-        replace(
-            stage,
-            memory=memory[workers[stage.stage][0]][0],
-            capacity_bytes=memory[workers[stage.stage][0]][1],
-            card_bytes=stage.card_bytes * memory[workers[stage.stage][0]][1] / stage.capacity_bytes,
-            **{name: max(sums[name][worker] for worker in workers[stage.stage]) for name in OF_A_CARD},
+        memory[worker] = min(own, key=_slack)
+        sums[worker] = {name: math.fsum(getattr(stage, name) for stage in on_card) for name in OF_A_CARD}
+    found: list[StageCost] = []
+    for stage in stages:
+        forecast, capacity = memory[workers[stage.stage][0]]
+        found.append(
+            replace(
+                stage,
+                memory=forecast,
+                capacity_bytes=capacity,
+                card_bytes=stage.card_bytes * capacity / stage.capacity_bytes,
+                **{name: max(sums[worker][name] for worker in workers[stage.stage]) for name in OF_A_CARD},
+            )
         )
-        for stage in stages
-    ]
+    return found
 
 
 def _combined_memory(
@@ -413,31 +365,21 @@ def _combined_memory(
     """Several stages on a card: their states add up; activations as the rank program has them in flight, or
     all that may stay of those that leave. `parts` are the bytes of each stage on this card."""
     last = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
-    counts = {stage.stage: max(peak_in_flight(program, stage.stage), 1) for stage in stages}
-    per_micro_batch = {
-        stage.stage: part.activations / counts[stage.stage] for stage, part in zip(stages, parts, strict=True)
-    }
+    per_micro_batch: dict[int, float] = {}
     alive = peak = 0.0
     for stage, part in zip(stages, parts, strict=True):
-        if stage.leaving is not None:
-            per_micro_batch[stage.stage] = 0.0
-            alive += part.activations
+        stays, count = stage.leaving is None, max(peak_in_flight(program, stage.stage), 1)
+        per_micro_batch[stage.stage] = part.activations / count if stays else 0.0
+        alive += 0.0 if stays else part.activations
     for step in program:
         if step.kind == "forward":
             alive += per_micro_batch[step.stage]
             peak = max(peak, alive)
         elif step.kind == last:
             alive -= per_micro_batch[step.stage]
-    return MemoryForecast(
-        parameters=math.fsum(part.parameters for part in parts),
-        gradients=math.fsum(part.gradients for part in parts),
-        optimizer=math.fsum(part.optimizer for part in parts),
-        activations=peak,
-        logits=math.fsum(part.logits for part in parts),
-        buffers=math.fsum(part.buffers for part in parts),
-        reserved=parts[0].reserved,
-        # A stage without layers has no critic either.
-        critic=None
-        if all(part.critic is None for part in parts)
-        else math.fsum(part.critic or 0.0 for part in parts),
-    )
+    names = ("parameters", "gradients", "optimizer", "logits", "buffers")
+    sums = {name: math.fsum(getattr(part, name) for part in parts) for name in names}
+    # A stage without layers has no critic either.
+    critics = [part.critic for part in parts if part.critic is not None]
+    critic = math.fsum(critics) if critics else None
+    return MemoryForecast(**sums, activations=peak, reserved=parts[0].reserved, critic=critic)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_double, c_int32
 from dataclasses import dataclass
 
@@ -33,19 +33,7 @@ from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
 from yuan_train.planner.costs.topology import Route, copy_seconds_per_byte, find_route
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.native.evaluator import (
-    NUM_RECOMPUTES,
-    NUM_SIZES,
-    NUM_WIDTHS,
-    DraftTable,
-    Evaluator,
-    PipelineRow,
-    Pool,
-    ProblemTable,
-    RouteTable,
-    StageRow,
-    UnitTable,
-)
+from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.native.pipelines import NAMES
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -70,9 +58,8 @@ class Tables:
     pool_of: dict[str, int]
     """By name of a card."""
     sizes: tuple[int, ...]
-    """Micro-batch sizes."""
-    problem: ProblemTable
-    evaluator: Evaluator
+    problem: core.ProblemTable
+    evaluator: core.Evaluator
 
 
 def make_tables(
@@ -89,46 +76,37 @@ def make_tables(
     `on_disk`: state that hosts have no room for is priced as if it lay on the disks of the cluster file.
     Pools of cards that stand `apart` have one card each: a draft then says which."""
     problem, topology = costs.problem, costs.topology
-    cards = [card for card in problem.cluster.cards if _has_precision(costs, card)]
-    if len(sizes) > NUM_SIZES or not cards:
+    devices = {card.type: problem.cluster.device_type(card.type) for card in problem.cluster.cards}
+    cards = [card for card in problem.cluster.cards if devices[card.type].peak(problem.precision) is not None]
+    if len(sizes) > core.NUM_SIZES or not cards:
         return None
     alike = itertools.groupby(cards, key=lambda card: (card.node, card.type, card.name if apart else ""))
     pools = tuple(tuple(own) for _, own in alike)
-    table = ProblemTable()
-    nodes = {node: i for i, node in enumerate(dict.fromkeys(card.node for card in cards))}
+    table = core.ProblemTable()
     table.num_units, table.num_pools = problem.model.num_layers + 2, len(pools)
-    table.num_nodes, table.num_cards = len(nodes), len(cards)
+    table.num_nodes, table.num_cards = len({card.node for card in cards}), len(cards)
     table.global_batch_size, table.is_tied = problem.global_batch_size, costs.ties
     table.sends, table.is_measured = SENDS.index(problem.send_mode), bool(topology.measured)
     table.num_places = table.num_cards if table.is_measured else table.num_pools
     table.num_islands = num_islands
     table.sizes[: len(sizes)] = list(sizes)
     table.hidden_bytes[: len(sizes)] = [costs.hidden_bytes(size) for size in sizes]
-    _fill_pools(costs, pools, nodes, table, on_disk=on_disk)
+    _fill_pools(costs, pools, table, on_disk=on_disk)
     _fill_units(costs, pools, sizes, widths, table)
     _fill_routes(costs, pools, table)
     _fill_reductions(costs, problem.model, table)
     pool_of = {card.name: i for i, pool in enumerate(pools) for card in pool}
-    return Tables(costs, pools, pool_of, tuple(sizes), table, Evaluator(table))
-
-
-def _has_precision(costs: Costs, card: Card) -> bool:
-    problem = costs.problem
-    return problem.cluster.device_type(card.type).peak(problem.precision) is not None
+    return Tables(costs, pools, pool_of, tuple(sizes), table, core.Evaluator(table))
 
 
 def _fill_pools(
-    costs: Costs,
-    pools: Sequence[Sequence[Card]],
-    nodes: dict[str, int],
-    table: ProblemTable,
-    *,
-    on_disk: bool,
+    costs: Costs, pools: Sequence[Sequence[Card]], table: core.ProblemTable, *, on_disk: bool
 ) -> None:
     problem, precision = costs.problem, costs.problem.precision
-    rows = (Pool * len(pools))()
+    rows = (core.Pool * len(pools))()
     kinds: dict[object, int] = {}
     types: dict[str, int] = {}
+    nodes: dict[str, int] = {}
     backends: dict[str, int] = {"gloo": 0}
     place = 0
     for row, (card, *others) in zip(rows, pools, strict=True):
@@ -138,7 +116,7 @@ def _fill_pools(
         kind = (card.type, len(others), repr((group.link, group.network, host, group.disk)))
         row.kind = kinds.setdefault(kind, len(kinds))
         row.type = types.setdefault(card.type, len(types))
-        row.node, row.count = nodes[card.node], 1 + len(others)
+        row.node, row.count = nodes.setdefault(card.node, len(nodes)), 1 + len(others)
         row.first_place, row.place_step = place, table.is_measured
         place += row.count if table.is_measured else 1
         row.backend = backends.setdefault(device.backend, len(backends))
@@ -158,25 +136,30 @@ def _fill_pools(
     table.pools = rows
 
 
-def _sums(values: Sequence[float]) -> ctypes.Array[c_double]:
-    return (c_double * (len(values) + 1))(*itertools.accumulate(values, initial=0.0))
+def _doubles(values: Iterable[float]) -> ctypes.Array[c_double]:
+    own = tuple(values)
+    return (c_double * len(own))(*own)
 
 
-def _unit_table(costs: Costs, part: CardCosts) -> UnitTable:
-    units, row = part.units, UnitTable()
+def _sums(values: Iterable[float]) -> ctypes.Array[c_double]:
+    return _doubles(itertools.accumulate(values, initial=0.0))
+
+
+def _unit_table(costs: Costs, part: CardCosts) -> core.UnitTable:
+    units, row = part.units, core.UnitTable()
     for field, name in SUMS.items():
-        setattr(row, field, _sums([float(getattr(unit, name)) for unit in units]))
-    row.transient = (c_double * len(units))(*(unit.transient_bytes for unit in units))
-    row.output = (c_double * len(units))(*(unit.output_bytes for unit in units))
+        setattr(row, field, _sums(float(getattr(unit, name)) for unit in units))
+    row.transient = _doubles(unit.transient_bytes for unit in units)
+    row.output = _doubles(unit.output_bytes for unit in units)
     row.start_forward, row.start_backward = part.start.forward_seconds, part.start.backward_seconds
     row.boundary_bytes = part.boundary_bytes
     traffic = STATE_BYTES[costs.problem.precision].update_traffic
     row.update_seconds = traffic / part.update_bytes_per_second
     critics = [unit.critic for unit in units if unit.critic is not None]
     if critics:
-        row.critic_parameters = _sums([critic.parameter_bytes for critic in critics])
-        row.critic_gradients = _sums([critic.gradient_bytes for critic in critics])
-        row.critic_optimizer = _sums([critic.optimizer_bytes for critic in critics])
+        row.critic_parameters = _sums(critic.parameter_bytes for critic in critics)
+        row.critic_gradients = _sums(critic.gradient_bytes for critic in critics)
+        row.critic_optimizer = _sums(critic.optimizer_bytes for critic in critics)
     row.half_seconds[:] = [half.seconds for half in part.halves]
     row.half_activations[:] = [half.activations for half in part.halves]
     return row
@@ -187,44 +170,38 @@ def _fill_units(
     pools: Sequence[Sequence[Card]],
     sizes: Sequence[int],
     widths: Sequence[int],
-    table: ProblemTable,
+    table: core.ProblemTable,
 ) -> None:
-    found: list[UnitTable] = []
-    numbers: dict[int, int] = {}
-    kept: list[CardCosts] = []
-    shape = (table.num_places, NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES)
+    found: dict[int, tuple[int, CardCosts]] = {}
+    shape = (table.num_places, core.NUM_WIDTHS, core.NUM_SIZES, core.NUM_RECOMPUTES)
     rows = (c_int32 * math.prod(shape))(*[-1] * math.prod(shape))
-    if costs.problem.model.num_experts:
-        # Wider groups divide them.
-        widths = (1,)
-    widths = [width for width in widths if width.bit_count() == 1 and width < 1 << NUM_WIDTHS]
+    # Of experts, which wider groups divide, cards alone.
+    single = [1] if costs.problem.model.num_experts else widths
+    widths = [width for width in single if width.bit_count() == 1 and width < 1 << core.NUM_WIDTHS]
     wanted = itertools.product(_places(pools, table), widths, enumerate(sizes), enumerate(RECOMPUTES))
     for (p, mates), width, (b, size), (r, kind) in wanted:
         if width > len(mates) or (width > 1 and costs.topology.types[mates[0].type].backend == "gloo"):
             continue
         part = costs.of_replica(tuple(mates[:width]), size, kind)
-        if id(part) not in numbers:
-            numbers[id(part)] = len(found)
-            kept.append(part)
-            found.append(_unit_table(costs, part))
-        place = width.bit_length() - 1
-        rows[((p * shape[1] + place) * shape[2] + b) * shape[3] + r] = numbers[id(part)]
-    table.tables = (UnitTable * max(len(found), 1))(*found)
+        number, _ = found.setdefault(id(part), (len(found), part))
+        rows[((p * shape[1] + width.bit_length() - 1) * shape[2] + b) * shape[3] + r] = number
+    tables = [_unit_table(costs, part) for _, part in found.values()]
+    table.tables = (core.UnitTable * max(len(tables), 1))(*tables)
     table.table_of = rows
 
 
-def _places(pools: Sequence[Sequence[Card]], table: ProblemTable) -> Iterator[tuple[int, Sequence[Card]]]:
+def _places(pools: Sequence[Sequence[Card]], table: core.ProblemTable) -> list[tuple[int, Sequence[Card]]]:
     """Each place, and the cards from there on in its pool."""
     each = (pool[i:] for pool in pools for i in range(len(pool) if table.is_measured else 1))
-    yield from enumerate(each)
+    return list(enumerate(each))
 
 
-def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: ProblemTable) -> None:
-    rows = (RouteTable * table.num_places**2)()
+def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: core.ProblemTable) -> None:
+    rows = (core.RouteTable * table.num_places**2)()
     mates: dict[str, list[Card]] = {}
     for pool in pools:
         mates.setdefault(pool[0].node, []).extend(pool)
-    places = list(_places(pools, table))
+    places = _places(pools, table)
     for (i, (source, *_)), (j, (target, *_)) in itertools.product(places, places):
         if i == j:
             others = [card for card in mates[source.node] if card != source]
@@ -235,47 +212,41 @@ def _fill_routes(costs: Costs, pools: Sequence[Sequence[Card]], table: ProblemTa
     table.routes = rows
 
 
-def _fill_route(route: Route, row: RouteTable) -> None:
+def _fill_route(route: Route, row: core.RouteTable) -> None:
     row.latency, row.stream_rate = route.latency_seconds, route.stream_bytes_per_second
     row.rate, row.is_shared = route.bytes_per_second, route.shared
     row.shared_rate, row.copy_seconds = route.shared_bytes_per_second or 0.0, route.copy_seconds_per_byte
     if route.measured is not None:
         sizes, seconds = route.measured.message_bytes, route.measured.seconds
         row.num_sizes, row.compute_seconds = len(sizes), route.measured.compute_seconds_per_byte
-        row.sizes, row.seconds = (c_double * len(sizes))(*sizes), (c_double * len(sizes))(*seconds)
+        row.sizes, row.seconds = _doubles(sizes), _doubles(seconds)
 
 
-def _fill_reductions(costs: Costs, model: ModelConfig, table: ProblemTable) -> None:
+def _fill_reductions(costs: Costs, model: ModelConfig, table: core.ProblemTable) -> None:
     problem, state = costs.problem, STATE_BYTES[costs.problem.precision]
-    reduced = unit_parameters(costs)
-    table.reduced = (c_double * len(reduced))(*reduced)
-    *held, head = map(float, model.trained_unit_parameters)
-    held.append(head if model.lora is not None else float(model.head_parameters))
-    table.held = (c_double * len(held))(*held)
-    halves = half_parts(costs)
+    frozen, halves = model.lora is not None, half_parts(costs)
+    table.reduced = _doubles(unit_parameters(costs))
+    *held, head = model.trained_unit_parameters
+    table.held = _doubles((*held, head if frozen else model.head_parameters))
     table.bucket_size = float(problem.bucket_size)
     table.half_parameters, table.half_seconds = halves.parameters, halves.seconds
-    frozen = model.lora is not None
     table.embedding_parameters = 0.0 if frozen else float(model.embedding_parameters)
     table.reduce_bytes, table.weight_bytes = float(problem.reduce_bytes), float(state.parameters)
     table.reduce_copy_share = problem.reduce_copy_share
 
 
-def plan_of(tables: Tables, draft: DraftTable) -> Plan:
+def plan_of(tables: Tables, draft: core.DraftTable) -> Plan:
     """A realised draft as a plan: each group takes the next free cards of its pool."""
-    free = [list(pool) for pool in tables.pools]
+    free = [iter(pool) for pool in tables.pools]
     taken: list[list[list[tuple[Card, ...]]]] = []
-    lines: list[PipelineRow] = draft.pipelines[: draft.num_pipelines]
+    lines: list[core.PipelineRow] = draft.pipelines[: draft.num_pipelines]
     for line in lines:
         own: list[list[tuple[Card, ...]]] = []
-        rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
+        rows: list[core.StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
         for row in rows:
-            groups: list[tuple[Card, ...]] = list(own[row.worker - 1]) if row.worker else []
-            pools: list[int] = row.pools[: row.num_replicas]
-            for pool in pools if not row.worker else ():
-                groups.append(tuple(free[pool][: row.width]))
-                del free[pool][: row.width]
-            own.append(groups)
+            pools: list[int] = row.pools[: row.num_replicas] if not row.worker else []
+            groups = [tuple(itertools.islice(free[pool], row.width)) for pool in pools]
+            own.append(own[row.worker - 1] if row.worker else groups)
         taken.append(own)
     used = {card for own in taken for groups in own for group in groups for card in group}
 
@@ -287,22 +258,17 @@ def plan_of(tables: Tables, draft: DraftTable) -> Plan:
                 stages=tuple(_stages_of(draft, line, own, rank_of)),
             )
 
-    return plan_on_cards(
-        tables.costs.problem,
-        used,
-        pipelines,
-        schedule=NAMES[draft.schedule],
-        sharded=bool(draft.is_sharded),
-    )
+    schedule, sharded = NAMES[draft.schedule], bool(draft.is_sharded)
+    return plan_on_cards(tables.costs.problem, used, pipelines, schedule=schedule, sharded=sharded)
 
 
 def _stages_of(
-    draft: DraftTable,
-    line: PipelineRow,
+    draft: core.DraftTable,
+    line: core.PipelineRow,
     groups: Sequence[Sequence[tuple[Card, ...]]],
     rank_of: Mapping[Card, int],
 ) -> Iterator[StagePlan]:
-    rows: list[StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
+    rows: list[core.StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
     first = 0
     for s, (row, replicas) in enumerate(zip(rows, groups, strict=True)):
         recomputed = row.num_recomputed

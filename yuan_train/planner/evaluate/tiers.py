@@ -9,46 +9,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import UnitCost, share_of_layer
+from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.clocks import Groups, PageTimes, PartTimes
-from yuan_train.schedule.copies import (
-    Offload,
-    TooFewResident,
-    group_copies,
-    kept_bytes,
-    offloads_of,
-    with_copies,
-)
+from yuan_train.schedule import copies
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
 from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, make_schedule
-from yuan_train.schedule.step import RankProgram, Schedule, Workers
+from yuan_train.schedule.step import RankProgram, Workers
 
 
 class _Shape(NamedTuple):
-    """What makes the programs of a pipeline."""
+    """What makes the programs of a pipeline: as `make_schedule` takes it."""
 
     schedule: ScheduleName
     workers: Workers
     num_micro_batches: int
     in_flight: tuple[int, ...] | None
     group: int
-
-    def programs(self) -> Schedule:
-        return make_schedule(
-            self.schedule,
-            workers=self.workers,
-            num_micro_batches=self.num_micro_batches,
-            in_flight=self.in_flight,
-            group=self.group,
-        )
 
 
 def _shape_of(plan: Plan, pipeline: PipelinePlan) -> _Shape:
@@ -70,10 +55,8 @@ class LeavingActivations:
 
 
 def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Replica) -> LeavingActivations:
-    """What leaves stage s of pipeline p, by the costs of one replica.
-
-    Raises PlanError if the plan lets too few parts stay for its schedule.
-    """
+    """What leaves stage s of pipeline p, by the costs of one replica. Raises PlanError if the plan lets too
+    few parts stay for its schedule."""
     pipeline = plan.pipelines[p]
     stage = pipeline.stages[s]
     units = costs.of_stage(plan, replica, pipeline.micro_batch_size, stage)
@@ -84,16 +67,19 @@ def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Repli
         held[0] = max(0.0, held[0] - units.boundary_bytes)
     link = min(costs.host_of(card).link_bytes_per_second for card in replica)
     programs = _programs(plan, p)
-    peaks = [kept_bytes(programs[worker], {s: held}) for worker in pipeline.workers[s]]
-    forward, backward = ([getattr(part, name) for part in parts] for name in _SECONDS)
-    # Embedding and head belong to the parts at the ends.
-    for seconds, name in ((forward, _SECONDS[0]), (backward, _SECONDS[1])):
-        seconds[0] += getattr(units.started[0], name) if stage.embedding else 0.0
-        seconds[-1] += getattr(units.started[-1], name) if stage.head else 0.0
+    peaks = [copies.kept_bytes(programs[worker], {s: held}) for worker in pipeline.workers[s]]
+
+    def seconds(name: str) -> tuple[float, ...]:
+        # Embedding and head belong to the parts at the ends.
+        found = [getattr(part, name) for part in parts]
+        found[0] += getattr(units.started[0], name) if stage.embedding else 0.0
+        found[-1] += getattr(units.started[-1], name) if stage.head else 0.0
+        return tuple(found)
+
     return LeavingActivations(
         times=PartTimes(
-            forward_seconds=tuple(forward),
-            backward_seconds=tuple(backward),
+            forward_seconds=seconds("forward_seconds"),
+            backward_seconds=seconds("backward_seconds"),
             copy_seconds=tuple(size / link for size in held),
         ),
         bytes_per_micro_batch=sum(held),
@@ -102,13 +88,10 @@ def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Repli
     )
 
 
-_SECONDS = ("forward_seconds", "backward_seconds")
-
-
 def pipeline_copies(plan: Plan, p: int) -> Mapping[int, Groups]:
     """By worker of a pipeline, its steps in parts with copies, where a stage of it offloads activations."""
     programs = _programs(plan, p)
-    return {worker: group_copies(program) for worker, program in programs.items()}
+    return {worker: copies.group_copies(program) for worker, program in programs.items()}
 
 
 def _parts(
@@ -132,17 +115,17 @@ def _parts(
 def _programs(plan: Plan, p: int) -> dict[int, RankProgram]:
     """By worker of a pipeline, its program with the copies of activations, if a stage of it offloads any."""
     pipeline = plan.pipelines[p]
-    offloads = offloads_of(dict(enumerate(pipeline.stages)))
+    offloads = copies.offloads_of(dict(enumerate(pipeline.stages)))
     try:
         return _with_copies(_shape_of(plan, pipeline), tuple(offloads.items()))
-    except TooFewResident as error:
+    except copies.TooFewResident as error:
         raise TooFewResidentInPlan(p, error) from error
 
 
 class TooFewResidentInPlan(PlanError):
     """Of a pipeline; its text is made when it is read, as that of its cause."""
 
-    def __init__(self, pipeline: int, cause: TooFewResident) -> None:
+    def __init__(self, pipeline: int, cause: copies.TooFewResident) -> None:
         super().__init__(pipeline, cause)
         self._pipeline, self._cause = pipeline, cause
 
@@ -151,12 +134,12 @@ class TooFewResidentInPlan(PlanError):
 
 
 @functools.lru_cache(maxsize=64)
-def _with_copies(shape: _Shape, offloads: tuple[tuple[int, Offload], ...]) -> dict[int, RankProgram]:
+def _with_copies(shape: _Shape, offloads: tuple[tuple[int, copies.Offload], ...]) -> dict[int, RankProgram]:
     found: dict[int, RankProgram] = {}
-    for worker, program in enumerate(shape.programs()):
+    for worker, program in enumerate(make_schedule(**shape._asdict())):
         own = {stage: offload for stage, offload in offloads if worker in shape.workers[stage]}
         if own:
-            found[worker] = with_copies(program, own)
+            found[worker] = copies.with_copies(program, own)
     return found
 
 
@@ -180,18 +163,15 @@ class LeavingParameters:
 
 
 def leaving_parameters(
-    stage: StagePlan,
-    units: Sequence[UnitCost],
-    *,
-    link_bytes_per_second: float,
-    update_bytes_per_second: float,
-    update_traffic: float,
-) -> LeavingParameters:
-    """What leaves a stage of `units`, in the model's order, embedding and head where it has them.
-
-    `update_traffic` is what an optimizer step moves by parameter, in the host's memory.
-    """
-    first, count = int(stage.embedding), stage.parameter_offload
+    costs: Costs, stage: StagePlan, own: StageUnits, cards: Replica
+) -> LeavingParameters | None:
+    """What leaves a stage of these units; None if all stay."""
+    if not stage.parameter_offload:
+        return None
+    hosts = [costs.host_of(card) for card in cards]
+    link = min(host.link_bytes_per_second for host in hosts)
+    traffic = STATE_BYTES[costs.problem.precision].update_traffic
+    units, first, count = own.started, int(stage.embedding), stage.parameter_offload
     pages, rest = units[first : first + count], units[first + count :]
     slots = min(stage.page_slots or 1, count)
 
@@ -209,21 +189,20 @@ def leaving_parameters(
         times=PageTimes(
             forward_seconds=seconds("forward_seconds"),
             backward_seconds=seconds("backward_seconds"),
-            weight_seconds=tuple(unit.parameter_bytes / link_bytes_per_second for unit in pages),
-            gradient_seconds=tuple(unit.gradient_bytes / link_bytes_per_second for unit in pages),
+            weight_seconds=tuple(unit.parameter_bytes / link for unit in pages),
+            gradient_seconds=tuple(unit.gradient_bytes / link for unit in pages),
         ),
         parameters=parameters,
         parameter_bytes=away("parameter_bytes"),
         gradient_bytes=away("gradient_bytes"),
         optimizer_bytes=math.fsum(unit.optimizer_bytes for unit in pages),
         host_bytes=math.fsum(unit.state_bytes for unit in pages),
-        update_seconds=parameters * update_traffic / update_bytes_per_second,
+        update_seconds=parameters * traffic / min(host.memory_bytes_per_second for host in hosts),
     )
 
 
 def group_bytes(pipeline: PipelinePlan, stage: StagePlan, boundary_bytes: float) -> float:
-    """What a stage holds more because a group passes it together: messages on both edges, and one gradient
-    of a hidden state for each member."""
+    """What a stage holds more for a group: messages on both edges, and a gradient of each hidden state."""
     num_edges = (not stage.embedding) + (not stage.head)
     return (pipeline.page_group - 1) * boundary_bytes * (1 + num_edges * MESSAGES_PER_EDGE)
 
@@ -237,7 +216,7 @@ def pipeline_pages(plan: Plan, p: int) -> Mapping[int, PagedGroups]:
 
 @functools.lru_cache(maxsize=64)
 def _with_pages(shape: _Shape, pagings: tuple[Paging | None, ...]) -> dict[int, PagedGroups]:
-    programs = shape.programs()
+    programs = make_schedule(**shape._asdict())
     return {
         shape.workers[stage][0]: by_group(with_pages(programs[shape.workers[stage][0]], paging))
         for stage, paging in enumerate(pagings)

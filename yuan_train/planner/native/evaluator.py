@@ -169,7 +169,6 @@ class Evaluator:
         return state
 
     def prove(self, space: SpaceTable, shape: ProofShape, state: ProofState) -> None:
-        """Look for a plan of a shape that takes less than `state.best`, which then has it; nothing is proven
-        any more once all of its budget is spent."""
+        """Look for a plan of a shape below `state.best`, which then has it; a spent budget proves nothing."""
         if _core().prove_shape(self.pointer, byref(space), byref(shape), byref(state)):
             raise MemoryError("no memory to prove a plan")

@@ -10,18 +10,12 @@ from typing import Any, TypeVar
 
 from yuan_train.planner.native.library import sources
 
-NUMBERS: dict[str, Any] = {
-    "double": ctypes.c_double,
-    "int16_t": ctypes.c_int16,
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint8_t": ctypes.c_uint8,
-    "uint64_t": ctypes.c_uint64,
-}
+INTEGERS = ("int16", "int32", "int64", "uint8", "uint64")
 pointer_to: Any = ctypes.POINTER
 """As ctypes has it, for classes that a type checker does not know."""
 S = TypeVar("S", bound=ctypes.Structure)
-_known = dict(NUMBERS)
+_known: dict[str, Any] = {f"{name}_t": getattr(ctypes, f"c_{name}") for name in INTEGERS}
+_known["double"] = ctypes.c_double
 """Types by their names in C: numbers, and the structures that were declared."""
 
 
@@ -40,8 +34,7 @@ def constant(name: str) -> int:
 
 
 def declared(name: str) -> Callable[[type[S]], type[S]]:
-    """Give a class the fields of `struct name`; the structures in it must be declared before. A pointer to
-    another one is an address."""
+    """Give a class the fields of `struct name`; a pointer to a structure not yet declared is an address."""
 
     def with_fields(own: type[S]) -> type[S]:
         own._fields_ = list(_fields(name))
@@ -52,7 +45,6 @@ def declared(name: str) -> Callable[[type[S]], type[S]]:
 
 
 def structure(name: str) -> Any:
-    """A class of `struct name`."""
     return declared(name)(type(name, (ctypes.Structure,), {}))
 
 

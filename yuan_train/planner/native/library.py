@@ -53,10 +53,8 @@ def library_name() -> str:
 
 def build(folder: Path, *, flags: Sequence[str] = ()) -> Path:
     """Compile the sources into a library in `folder`, with `flags` besides FLAGS; the file appears when it is
-    whole.
-
-    Raises RuntimeError without a compiler, with what to do, and if the compiler fails, with its words.
-    """
+    whole. Raises RuntimeError without a compiler, with what to do, and if the compiler fails, with its
+    words."""
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError(

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_int32, c_void_p
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
+from yuan_train.config.run import ScheduleName
 from yuan_train.planner.native.headers import pointer_to, structure, with_types
 from yuan_train.planner.native.library import load_library
 from yuan_train.schedule.step import Kind, Workers, num_workers
 
-KINDS: tuple[Kind, ...] = (
-    "forward",
-    "backward",
-    "backward_input",
-    "backward_weight",
-    "send_activation",
-    "send_gradient",
-)
+_COMPUTE: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_weight")
+KINDS: tuple[Kind, ...] = (*_COMPUTE, "send_activation", "send_gradient")
 """Of `enum kind`."""
-NAMES: tuple[Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"], ...] = (
-    "1f1b",
-    "gpipe",
-    "interleaved_1f1b",
-    "zero_bubble",
-)
+NAMES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """Of `enum schedule_name`."""
 
 ROUNDS_KEPT = 4
@@ -39,10 +30,9 @@ Sent = tuple[float, float, int, int]
 """A message: start and end, in seconds from the step's start, and the workers of sender and receiver."""
 
 
-_CLASSES: list[Any] = [
-    structure(name) for name in ("layout", "operation", "schedule", "times", "message", "figures")
-]
-_Layout, _, _Schedule, _Times, _Message, _Figures = _CLASSES
+_Layout, _, _Schedule, _Times, _Message, _Figures = map(
+    structure, ("layout", "operation", "schedule", "times", "message", "figures")
+)
 
 
 @functools.cache
@@ -88,11 +78,6 @@ class NativeSchedule:
         own: Callable[[c_void_p], None] = _core().free_schedule
         weakref.finalize(self, own, pointer)
 
-    @property
-    def num_messages(self) -> int:
-        """Messages between workers in one step."""
-        return self.pointer.contents.num_messages
-
     @functools.cached_property
     def held(self) -> tuple[int, ...]:
         """The most micro-batches in flight on a worker of each stage."""
@@ -113,9 +98,8 @@ def native_schedule(
     schedule: str, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None
 ) -> NativeSchedule:
     """What `schedule.make_schedule` and `simulator.order_operations` make; of a schedule that is valid."""
-    first, flat = [0], [worker for replicas in workers for worker in replicas]
-    for replicas in workers:
-        first.append(first[-1] + len(replicas))
+    flat = [worker for replicas in workers for worker in replicas]
+    first = list(itertools.accumulate(map(len, workers), initial=0))
     layout = _Layout(
         len(workers),
         num_workers(workers),
@@ -143,7 +127,6 @@ class RunSeconds:
 
     @property
     def step_seconds(self) -> float:
-        """End of the last compute step."""
         return max(self.stage_end_seconds, default=0.0)
 
 
@@ -201,8 +184,7 @@ def run_schedule(own: NativeSchedule, times: Sequence[Sequence[float]], *, block
 def run_rounds(
     depths: tuple[int, ...], num_micro_batches: int, times: Sequence[Sequence[float]]
 ) -> NativeRun:
-    """Run 1F1B of these depths with overlapped sends and a worker for each stage, without the rounds that
-    repeat; `times` as above."""
+    """Run 1F1B, sends overlapped, a worker for each stage, without rounds that repeat; `times` as above."""
     core, stages = _core(), len(depths)
     own, seconds = _integers(depths), _Times(*map(_doubles, times))
     return _run(

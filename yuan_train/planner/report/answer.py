@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
@@ -110,24 +109,16 @@ def rent_words(price_per_hour: float, seconds: float, what: str) -> str:
 
 def answer_values(answer: Answer) -> dict[str, Any]:
     """The same for --json."""
-    other = answer.other
-    return {
-        "measured": answer.measured,
-        "num_steps": answer.num_steps,
-        "run_seconds": answer.run_seconds,
-        "tokens_per_second": answer.tokens_per_second,
-        "mfu": answer.mfu,
-        "headroom_bytes": answer.headroom_bytes,
-        "price_per_hour": answer.price_per_hour,
-        "other_precision": None
-        if other is None
-        else {
-            "precision": other.precision,
-            "fp16_only": dict(other.fp16_only),
-            "tokens_per_second": other.tokens_per_second,
-            "refusal": other.refusal or None,
-        },
-    }
+    figures = ("num_steps", "run_seconds", "tokens_per_second", "mfu", "headroom_bytes", "price_per_hour")
+    other = answer.other and asdict(answer.other)
+    if other is not None:
+        other["refusal"] = other["refusal"] or None
+    return values_of(answer, "measured", *figures) | {"other_precision": other}
+
+
+def values_of(value: object, *names: str) -> dict[str, Any]:
+    """Some of a value's fields and properties, for --json."""
+    return {name: getattr(value, name) for name in names}
 
 
 def _time_words(answer: Answer) -> str:
@@ -141,7 +132,8 @@ def _time_words(answer: Answer) -> str:
 
 def _other_words(answer: Answer, other: OtherPrecision) -> str:
     """What the precision costs: both ways side by side."""
-    cards = _names([f"{count} {name}" for name, count in other.fp16_only.items()])
+    *most, last = [f"{count} {name}" for name, count in other.fp16_only.items()]
+    cards = f"{', '.join(most)} and {last}" if most else last
     ours = f"{answer.tokens_per_second:,.0f} tokens/s"
     lacking = "has" if sum(other.fp16_only.values()) == 1 else "have"
     if other.tokens_per_second is None:
@@ -157,7 +149,3 @@ def _other_words(answer: Answer, other: OtherPrecision) -> str:
         ways = f"fp16 on all cards {ours}, bf16 without them {theirs}"
         advice = "models made in bf16 may overflow in fp16; train.precision=bf16 leaves these cards out"
     return f"{cards} {lacking} no bf16 units: {ways}; {advice}"
-
-
-def _names(words: Sequence[str]) -> str:
-    return " and ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + f" and {words[-1]}"

@@ -16,23 +16,7 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.simulator import Simulation
-from yuan_train.planner.report.terminal import (
-    CATEGORIES,
-    GIB,
-    best_reasons,
-    cut_words,
-    describe_shape,
-    even_words,
-    expert_words,
-    group_types,
-    layer_list,
-    layer_words,
-    left_out_lines,
-    limited_by,
-    memory_lines,
-    runner_lines,
-    step_words,
-)
+from yuan_train.planner.report import terminal
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import SearchResult
 from yuan_train.report.html import bullets, key, svg, table, whole_page, whole_picture
@@ -45,7 +29,7 @@ SENDS: dict[Sends, str] = {
 
 MAX_DRAWN_PIPELINES = 8
 
-_MEMORY_KEYS = {f"var(--c{i})": name for i, name in enumerate(CATEGORIES)}
+_MEMORY_KEYS = {f"var(--c{i})": name for i, name in enumerate(terminal.CATEGORIES)}
 _TIMELINE_KEYS = {
     "var(--f)": "forward",
     "var(--b)": "backward",
@@ -72,7 +56,7 @@ def plan_html(
         ("Memory on each card", _keys(_MEMORY_KEYS) + svg(*_memory_drawing(best.cost))),
         ("Timeline of one step", _keys(_TIMELINE_KEYS) + svg(*_timeline_drawing(best.cost))),
         *((name, bullets(lines)) for name, lines in (reasons or {}).items()),
-        ("How good the plan is", bullets([*best_reasons(result), cut_words(best)])),
+        ("How good the plan is", bullets([*terminal.best_reasons(result), terminal.cut_words(best)])),
         ("Runners-up and what was left out", _runners_up_html(result)),
         ("Assumptions", _assumptions_html(result, problem)),
         ("plan.yaml", f'<pre id="plan">{escape(dump(best.plan))}</pre>'),
@@ -95,8 +79,11 @@ def plan_picture(result: SearchResult, problem: PlanProblem) -> str:
 
 
 def _summary_html(result: SearchResult, problem: PlanProblem, answer: Sequence[str]) -> str:
-    lines = [*answer, describe_shape(result.best) + even_words(result).replace("     ", "; ")]
-    lines += [step_words(result, problem), *memory_lines(result.best.cost, problem)]
+    lines = [
+        *answer,
+        terminal.describe_shape(result.best) + terminal.even_words(result).replace("     ", "; "),
+    ]
+    lines += [terminal.step_words(result, problem), *terminal.memory_lines(result.best.cost, problem)]
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
@@ -106,28 +93,25 @@ Drawing = tuple[int, int, str, list[str]]
 
 def _cluster_drawing(result: SearchResult, problem: PlanProblem) -> Drawing:
     """Nodes as rows of cards; each card with the stage that it runs, idle ones dashed."""
-    cluster, working = (
-        problem.cluster,
-        {card.name: stage for stage in result.best.cost.stages for card in stage.cards},
-    )
+    cluster = problem.cluster
+    working = {card.name: stage for stage in result.best.cost.stages for card in stage.cards}
     rows: list[str] = []
     y = 0
     for node, group in cluster.groups.items():
         cards = [card for card in cluster.cards if card.node == node]
         cards_of_types = " + ".join(f"{n} x {name}" for name, n in Counter(group.types).items())
         words = f"{node}: {cards_of_types}"
-        if group.link:
-            words += f", inside {group.link.bandwidth / 1e9:.3g} GB/s {show_seconds(group.link.latency)}"
-        if group.network:
-            words += (
-                f", network {group.network.bandwidth / 1e9:.3g} GB/s {show_seconds(group.network.latency)}"
-            )
+        for where, link in (("inside", group.link), ("network", group.network)):
+            if link is not None:
+                words += f", {where} {link.bandwidth / 1e9:.3g} GB/s {show_seconds(link.latency)}"
         rows.append(f'<text x="0" y="{y + 12}">{escape(words)}</text>')
         for i, card in enumerate(cards):
             x, top = 130 * (i % 8), y + 18 + 42 * (i // 8)
             stage = working.get(card.name)
-            label = f"p{stage.pipeline} s{stage.stage}: {layer_words(stage)}" if stage else "left out"
-            label += f", {expert_words(stage)}" if stage and expert_words(stage) else ""
+            label = (
+                f"p{stage.pipeline} s{stage.stage}: {terminal.layer_words(stage)}" if stage else "left out"
+            )
+            label += f", {terminal.expert_words(stage)}" if stage and terminal.expert_words(stage) else ""
             short = label if len(label) <= 19 else label[:18] + "…"
             kind = "card" if stage else "card idle"
             rows.append(
@@ -144,34 +128,23 @@ def _cluster_drawing(result: SearchResult, problem: PlanProblem) -> Drawing:
 
 
 def _stages_html(best: Candidate) -> str:
-    head = (
-        "pipeline",
-        "stage",
-        "card",
-        "layers",
-        "forward",
-        "backward",
-        "peak",
-        "of the card's",
-        "limited by",
-        "source",
-    )
+    times = ("forward", "backward", "peak", "of the card's", "limited by", "source")
     rows = [
         (
             str(stage.pipeline),
             str(stage.stage),
-            f"{stage.card.name} ({group_types(stage)})",
-            " ".join(filter(None, (layer_words(stage), expert_words(stage)))),
+            f"{stage.card.name} ({terminal.group_types(stage)})",
+            " ".join(filter(None, (terminal.layer_words(stage), terminal.expert_words(stage)))),
             show_seconds(stage.forward_seconds),
             show_seconds(stage.backward_seconds),
             show_bytes(stage.memory.total),
             show_bytes(stage.card_bytes),
-            limited_by([stage], best.cost),
+            terminal.limited_by([stage], best.cost),
             stage.source,
         )
         for stage in best.cost.stages
     ]
-    return table(head, rows)
+    return table(("pipeline", "stage", "card", "layers", *times), rows)
 
 
 def _memory_drawing(cost: PlanCost) -> Drawing:
@@ -183,7 +156,7 @@ def _memory_drawing(cost: PlanCost) -> Drawing:
         shapes.append(
             f'<text x="0" y="{y + 13}">{escape(stage.card.name)} ({escape(stage.card.type)})</text>'
         )
-        for i, category in enumerate(CATEGORIES):
+        for i, category in enumerate(terminal.CATEGORIES):
             size = getattr(stage.memory, category)
             width = size * scale
             shapes.append(
@@ -201,9 +174,9 @@ def _memory_drawing(cost: PlanCost) -> Drawing:
             )
         shapes.append(f'<line class="limit" x1="{limit:.2f}" x2="{limit:.2f}" y1="{y - 1}" y2="{y + 17}"/>')
         shapes.append(
-            f'<text x="{max(x, limit) + 6:.2f}" y="{y + 13}">{stage.memory.total / GIB:.1f} / '
-            f"{stage.card_bytes / GIB:.1f} GiB"
-            + (f", {stage.host_bytes / GIB:.1f} GiB on the host" if stage.host_bytes else "")
+            f'<text x="{max(x, limit) + 6:.2f}" y="{y + 13}">{stage.memory.total / terminal.GIB:.1f} / '
+            f"{stage.card_bytes / terminal.GIB:.1f} GiB"
+            + (f", {stage.host_bytes / terminal.GIB:.1f} GiB on the host" if stage.host_bytes else "")
             + "</text>"
         )
     return 1080, 22 * len(cost.stages), "memory", shapes
@@ -242,40 +215,35 @@ def _timeline_drawing(cost: PlanCost) -> Drawing:
 
 
 def _timeline_rows(simulation: Simulation, step_seconds: float, scale: float) -> list[str]:
-    """The SVG shapes of each worker's row: a background bar, the waits, then forwards and backwards, a path
-    each."""
-    num_workers = len(simulation.busy_seconds)
-    boxes: list[dict[str, list[tuple[float, float]]]] = [
-        {"f": [], "b": [], "wait": []} for _ in range(num_workers)
-    ]
-    last_end: list[float | None] = [None] * num_workers
+    """The SVG shapes of each worker's row: a background bar, then a path of waits, forwards, backwards."""
+    boxes: list[dict[str, list[str]]] = [{"wait": [], "f": [], "b": []} for _ in simulation.busy_seconds]
+    ends: dict[int, float] = {}
     for operation, (start, end) in zip(simulation.operations, simulation.spans, strict=True):
         if operation.peer >= 0:
             continue
         worker = operation.worker
-        previous = last_end[worker]
-        if previous is not None and start > previous:
-            boxes[worker]["wait"].append((previous, start))
-        boxes[worker][operation.kind[0]].append((start, end))
-        last_end[worker] = end
-    result: list[str] = []
-    for row in boxes:
-        text = f'<rect class="rest" width="{step_seconds * scale:.2f}" height="16"/>'
-        for name in ("wait", "f", "b"):
-            path = "".join(
-                f"M{a * scale:.2f} 0h{(b - a) * scale:.2f}v16h{(a - b) * scale:.2f}z" for a, b in row[name]
-            )
-            text += f'<path class="{name}" d="{path}"/>'
-        result.append(text)
-    return result
+        spans = {"wait": (ends.get(worker, start), start), operation.kind[0]: (start, end)}
+        for name, (a, b) in spans.items():
+            if name != "wait" or b > a:
+                box = f"M{a * scale:.2f} 0h{(b - a) * scale:.2f}v16h{(a - b) * scale:.2f}z"
+                boxes[worker][name].append(box)
+        ends[worker] = end
+    rest = f'<rect class="rest" width="{step_seconds * scale:.2f}" height="16"/>'
+    return [
+        rest + "".join(f'<path class="{name}" d="{"".join(own)}"/>' for name, own in row.items())
+        for row in boxes
+    ]
 
 
 def _runners_up_html(result: SearchResult) -> str:
-    items = [*runner_lines(result), *(f"left out: {line}" for line in left_out_lines(result.left_out))]
+    items = [
+        *terminal.runner_lines(result),
+        *(f"left out: {line}" for line in terminal.left_out_lines(result.left_out)),
+    ]
     even = result.even_split
     if even is not None:
         items.append(
-            f"even split over the cluster's order, layers {layer_list(even)}: "
+            f"even split over the cluster's order, layers {terminal.layer_list(even)}: "
             f"{show_seconds(even.step_seconds)}" + ("" if even.cost.fits else ", does not fit the memory")
         )
     return bullets(items)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from yuan_train.config.units import show_seconds
+from yuan_train.planner.report.answer import values_of
 from yuan_train.planner.search.bounds import Bound
 from yuan_train.planner.search.what_if import LIMITS, Change, Rent, Rented
 
@@ -18,8 +19,7 @@ the normal effort shortened their steps in the mean."""
 
 
 def bound_words(bound: Bound, step_seconds: float, num_cards: int) -> list[str]:
-    """What no plan beats, of which plans, what the bound knows, and what more effort gained on plans of so
-    many cards, where that was measured."""
+    """What no plan beats, what the bound knows, and what more effort gained on so many cards, if measured."""
     sizes = "/".join(map(str, bound.sizes))
     covered = f"{'/'.join(bound.schedules)}, micro-batches of {sizes}"
     words = [
@@ -37,11 +37,8 @@ def bound_values(bound: Bound | None) -> dict[str, Any] | None:
     """The same for --json; None if the plan is proven fastest."""
     if bound is None:
         return None
-    return {
-        "seconds": bound.seconds,
-        "schedules": list(bound.schedules),
-        "micro_batch_sizes": list(bound.sizes),
-    }
+    sizes = list(bound.sizes)
+    return {"seconds": bound.seconds, "schedules": list(bound.schedules), "micro_batch_sizes": sizes}
 
 
 def rent_lines(rent: Rent) -> list[str]:
@@ -51,7 +48,8 @@ def rent_lines(rent: Rent) -> list[str]:
     for part in rent.pareto:
         slower = part.step_seconds / fastest.step_seconds - 1.0
         cheaper = part.price_per_step / fastest.price_per_step - 1.0
-        what = f"without {_names(part.left_out)}" if part.left_out else "all nodes"
+        more = f" and {len(part.left_out) - 4} more" if len(part.left_out) > 4 else ""
+        what = f"without {', '.join(part.left_out[:4])}{more}" if part.left_out else "all nodes"
         chosen = " (chosen)" if part is rent.chosen else ""
         lines.append(
             f"{what}: step {slower:+.1%}, price of a step {cheaper:+.1%}; {_rent_words(part)}{chosen}"
@@ -62,16 +60,9 @@ def rent_lines(rent: Rent) -> list[str]:
 
 
 def rent_values(rent: Rent) -> list[dict[str, Any]]:
-    """The Pareto list for --json."""
+    figures = ("step_seconds", "price_per_hour", "price_per_step", "tokens_per_price")
     return [
-        {
-            "left_out": list(part.left_out),
-            "step_seconds": part.step_seconds,
-            "price_per_hour": part.price_per_hour,
-            "price_per_step": part.price_per_step,
-            "tokens_per_price": part.tokens_per_price,
-            "chosen": part is rent.chosen,
-        }
+        {"left_out": list(part.left_out), **values_of(part, *figures), "chosen": part is rent.chosen}
         for part in rent.pareto
     ]
 
@@ -80,33 +71,16 @@ def _rent_words(part: Rented) -> str:
     return f"{part.price_per_hour:.6g} an hour, {part.tokens_per_price:,.0f} tokens for 1"
 
 
-def _names(nodes: Sequence[str]) -> str:
-    return ", ".join(nodes[:4]) + (f" and {len(nodes) - 4} more" if len(nodes) > 4 else "")
-
-
 def change_lines(changes: Sequence[Change]) -> list[str]:
     """What limits the plan and what would help most, then each change with its gain."""
-    helpful = [change for change in changes if change.gain > LEAST_GAIN and change.limit != "cards"]
-    if helpful:
-        first = helpful[0]
+    head = "limited by the cards themselves: no other change would gain 0.1 %"
+    first = next((own for own in changes if own.gain > LEAST_GAIN and own.limit != "cards"), None)
+    if first is not None:
         head = f"limited most by {LIMITS[first.limit]}: {first.what} would gain {first.gain:.1%}"
-    else:
-        head = "limited by the cards themselves: no other change would gain 0.1 %"
-    lines = [head]
-    for change in changes:
-        words = "no plan fits" if change.tokens_per_second is None else f"{change.gain:+.1%}"
-        lines.append(f"{change.what}: {words}")
-    return lines
+    gains = (f"{own.gain:+.1%}" if own.tokens_per_second is not None else "no plan fits" for own in changes)
+    return [head, *(f"{own.what}: {gain}" for own, gain in zip(changes, gains, strict=True))]
 
 
 def change_values(changes: Sequence[Change]) -> list[dict[str, Any]]:
     """The same for --json."""
-    return [
-        {
-            "change": change.what,
-            "limit": change.limit,
-            "tokens_per_second": change.tokens_per_second,
-            "gain": change.gain,
-        }
-        for change in changes
-    ]
+    return [{"change": own.what, **values_of(own, "limit", "tokens_per_second", "gain")} for own in changes]

@@ -11,45 +11,34 @@ from html import escape
 from yuan_train.config.load import dump
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.planner.report.roles_text import (
-    describe,
-    engine_words,
-    idle_words,
-    other_lines,
-    proof_words,
-    role_lines,
-    source_words,
-    step_words,
-)
+from yuan_train.planner.report import roles_text
 from yuan_train.planner.roles.placement import Placement, RolesProblem
-from yuan_train.planner.roles.play import Play
 from yuan_train.planner.roles.search import RolesResult
 from yuan_train.report.html import bullets, key, svg, table, whole_page
 
 FILLS = {"generate": "var(--c0)", "score": "var(--c4)", "train": "var(--c3)", "publish": "var(--c2)"}
-WORDS = {
-    "generate": "generates",
-    "score": "scores",
-    "train": "trains",
-    "publish": "sends weights",
-}
+WORDS = {"generate": "generates", "score": "scores", "train": "trains", "publish": "sends weights"}
 SHOWN_STEPS = 5
 """Steps that the timeline shows, once all roles are busy."""
 
 
 def roles_html(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
-    """The report page."""
     best = result.best
     title = f"Roles of {problem.load.model.name} on {problem.policy.cluster.name}"
-    lines = [describe(best), step_words(best, problem), idle_words(best), proof_words(result)]
+    lines = [
+        roles_text.describe(best),
+        roles_text.step_words(best, problem),
+        roles_text.idle_words(best),
+        roles_text.proof_words(result),
+    ]
     sections = [
         ("Summary", "".join(f"<p>{escape(line)}</p>" for line in lines)),
         ("Sync beside async", _modes_html(result)),
         ("Timelines of the roles", _timeline_svg(best)),
-        ("Idle shares", _idle_html(best)),
+        ("Idle shares", table(("role", "idle"), [(role, f"{own:.1%}") for role, own in best.idle.items()])),
         ("Roles and engines", _engines_html(best, plan)),
         ("Memory of every role", _memory_html(plan)),
-        ("What else was tried", bullets(other_lines(result))),
+        ("What else was tried", bullets(roles_text.other_lines(result))),
         ("Assumptions", bullets(_assumptions(problem, best))),
         ("plan.yaml", f'<pre id="plan">{escape(dump(plan))}</pre>'),
     ]
@@ -62,11 +51,9 @@ def _modes_html(result: RolesResult) -> str:
     rows = [(f"{_kind(best)}: chosen", best.step_seconds)]
     if best.mode == "async":
         rows.append(("the same cards in sync mode", best.sync_mode_seconds))
-    seen = {_kind(best)}
-    for other in result.others:
-        if _kind(other) not in seen:
-            rows.append((_kind(other), other.step_seconds))
-        seen.add(_kind(other))
+    firsts = {_kind(other): other.step_seconds for other in reversed(result.others)}
+    kinds = dict.fromkeys(map(_kind, result.others))
+    rows += [(kind, firsts[kind]) for kind in kinds if kind != _kind(best)]
     scale = 600 / max(seconds for _, seconds in rows)
     shapes = [
         f'<text x="0" y="{22 * i + 13}">{escape(name)}</text>'
@@ -111,28 +98,23 @@ def _timeline_svg(placement: Placement) -> str:
         f"{show_seconds((end - begin) * i / 4)}</text>"
         for i in range(5)
     ]
-    keys = "".join(key(FILLS[kind], words) for kind, words in WORDS.items() if _does(play, kind))
+    done = {span.step.kind for span in play.spans if span.end > span.start}
+    keys = "".join(key(FILLS[kind], words) for kind, words in WORDS.items() if kind in done)
     keys += key("var(--soft)", "waits")
     return f"<p>{keys}</p>" + svg(1060, height + 20, "timelines of the roles", shapes)
-
-
-def _does(play: Play, kind: str) -> bool:
-    return any(span.step.kind == kind and span.end > span.start for span in play.spans)
-
-
-def _idle_html(placement: Placement) -> str:
-    return table(("role", "idle"), [(role, f"{share:.1%}") for role, share in placement.idle.items()])
 
 
 def _engines_html(placement: Placement, plan: RlPlan) -> str:
     generation = placement.generation
     rows = [
-        (str(e), engine_words(engine), f"{rate:.3g}", f"{share:.1%}")
+        (str(e), roles_text.engine_words(engine), f"{rate:.3g}", f"{share:.1%}")
         for e, (engine, rate, share) in enumerate(
             zip(generation.engines, generation.samples_per_second, generation.shares, strict=True)
         )
     ]
-    return bullets(role_lines(placement, plan)) + table(("engine", "cards", "samples/s", "prompts"), rows)
+    return bullets(roles_text.role_lines(placement, plan)) + table(
+        ("engine", "cards", "samples/s", "prompts"), rows
+    )
 
 
 def _memory_html(plan: RlPlan) -> str:
@@ -152,13 +134,10 @@ def _memory_html(plan: RlPlan) -> str:
     return table(("role", "pipeline", "stage", "peak of a card", "of which"), rows)
 
 
-def _critic_words(placement: Placement) -> list[str]:
-    if placement.policy.critic_seconds is None:
-        return []
-    return [
-        "the critic follows the policy's plan on its cards: a pass for values, and as many optimizer steps; "
-        "what it keeps of a micro-batch is not there at the same time as the policy's"
-    ]
+CRITIC = (
+    "the critic follows the policy's plan on its cards: a pass for values, and as many optimizer steps; "
+    "what it keeps of a micro-batch is not there at the same time as the policy's"
+)
 
 
 def _assumptions(problem: RolesProblem, placement: Placement) -> list[str]:
@@ -168,8 +147,8 @@ def _assumptions(problem: RolesProblem, placement: Placement) -> list[str]:
         f"{load.prompts} prompts a step, {load.group} answers each; prompts of {load.prompt_tokens} tokens, "
         f"answers of {load.expected_new_tokens:.0f} on average and {load.new_tokens} at most",
         f"trained in {rows} rows of {load.length} tokens, {problem.forward_passes} forward passes beside it",
-        *_critic_words(placement),
-        source_words(placement),
+        *([] if placement.policy.critic_seconds is None else [CRITIC]),
+        roles_text.source_words(placement),
         "a round that no profile has reads the stage's weights, and the keys and values of its slots, at "
         "three quarters of the memory bandwidth",
         "weights go from the policy to each engine by exact slices; the busiest card or NIC decides",

@@ -11,7 +11,7 @@ from yuan_train.config.load import as_plain
 from yuan_train.config.plan import node_of
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
-from yuan_train.planner.report.answer import estimated_words, rent_words
+from yuan_train.planner.report.answer import estimated_words, rent_words, values_of
 from yuan_train.planner.roles.engines import EnginePlan
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
@@ -20,17 +20,11 @@ from yuan_train.planner.roles.search import RolesResult
 def roles_table(
     result: RolesResult, problem: RolesProblem, plan: RlPlan, *, answer: Sequence[str] = ()
 ) -> str:
-    """At most a screen of plain text: the answer, roles and their cards, engines, the step, what else was
-    tried."""
+    """At most a screen of text: the answer, roles and their cards, engines, the step, what else was tried."""
     best = result.best
-    lines = [*answer, f"RL plan: {describe(best)}"]
-    lines += [f" {line}" for line in role_lines(best, plan)]
-    lines.append(" " + step_words(best, problem))
-    lines.append(" " + idle_words(best))
-    lines.append(" " + proof_words(result))
-    lines += [f" instead: {line}" for line in other_lines(result)]
-    lines.append(" " + source_words(best))
-    return "\n".join(lines)
+    lines = [*role_lines(best, plan), step_words(best, problem), idle_words(best), proof_words(result)]
+    lines += [*(f"instead: {line}" for line in other_lines(result)), source_words(best)]
+    return "\n".join([*answer, f"RL plan: {describe(best)}", *(f" {line}" for line in lines)])
 
 
 def roles_answer(
@@ -51,19 +45,14 @@ def roles_answer(
         f"answers takes {show_seconds(step)}), at {problem.load.samples / step:.3g} answers/s"
     )
     full = [
-        (
-            cluster.device_type(own.ranks[rank].type).memory - entry.peak_memory_bytes,
-            name,
-            own.ranks[rank],
-            entry,
-        )
+        (cluster.device_type(own.ranks[rank].type).memory, name, own.ranks[rank], entry)
         for name, own in plan.plans.items()
         for entry in (plan.forecast.roles.get(name, ()) if plan.forecast else ())
         for rank in own.pipelines[entry.pipeline].stages[entry.stage].ranks
     ]
     if full:
-        left, name, card, entry = min(full, key=lambda item: item[0])
-        memory = cluster.device_type(card.type).memory
+        memory, name, card, entry = min(full, key=lambda item: item[0] - item[-1].peak_memory_bytes)
+        left = memory - entry.peak_memory_bytes
         lines.append(
             f"memory: {show_bytes(left)} left on the fullest card ({card.type} {card.device}, {name}: "
             f"{show_bytes(entry.peak_memory_bytes)} of {show_bytes(memory)})"
@@ -77,21 +66,15 @@ def roles_answer(
 def describe(placement: Placement) -> str:
     """`async, staleness 1: policy 3 x H800-80G; generation 4 x H20`."""
     mode = placement.mode + (f", staleness {placement.staleness}" if placement.staleness else "")
-    roles = [f"policy {cards_words(policy_cards(placement))}"]
-    if placement.shared:
-        roles[0] = f"the same cards train and generate: {cards_words(policy_cards(placement))}"
-    else:
+    policy = cards_words(dict.fromkeys(card for own in placement.policy.cost.stages for card in own.cards))
+    roles = [f"the same cards train and generate: {policy}" if placement.shared else f"policy {policy}"]
+    if not placement.shared:
         cards = [card for engine in placement.generation.engines for card in engine.cards]
         roles.append(f"generation {cards_words(cards)}")
     if placement.reward is not None:
         groups = placement.reward.groups
         roles.append(f"reward {cards_words(card for group in groups for card in group)}")
     return f"{mode}: " + "; ".join(roles)
-
-
-def policy_cards(placement: Placement) -> list[Card]:
-    """The cards of the policy's plan."""
-    return list(dict.fromkeys(card for stage in placement.policy.cost.stages for card in stage.cards))
 
 
 def cards_words(cards: Iterable[Card]) -> str:
@@ -194,11 +177,11 @@ def other_lines(result: RolesResult) -> list[str]:
 def roles_json(result: RolesResult, plan: RlPlan, *, path: str | None) -> dict[str, Any]:
     """The same as plain values; `path` is where the plan is written, if it is."""
     assert plan.forecast is not None
+    engines = result.best.generation
     return {
         "plan": path,
         "kind": "rl",
-        "mode": plan.mode,
-        "staleness": plan.staleness,
+        **values_of(plan, "mode", "staleness"),
         "placement": "shared" if result.best.shared else "apart",
         "forecast": as_plain(plan.forecast),
         "roles": {
@@ -206,27 +189,12 @@ def roles_json(result: RolesResult, plan: RlPlan, *, path: str | None) -> dict[s
             for name, ranks in plan.role_ranks.items()
         },
         "engines": [
-            {
-                "slots": engine.slots,
-                "stages": len(engine.stages),
-                "width": engine.stages[0].width,
-                "share": share,
-            }
-            for engine, share in zip(
-                result.best.generation.engines, result.best.generation.shares, strict=True
-            )
+            {"slots": own.slots, "stages": len(own.stages), "width": own.stages[0].width, "share": share}
+            for own, share in zip(engines.engines, engines.shares, strict=True)
         ],
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,
         "splits": result.num_splits,
         "splits_priced": result.num_priced,
-        "others": [
-            {
-                "step_seconds": other.step_seconds,
-                "mode": other.mode,
-                "shared": other.shared,
-                "split": other.split,
-            }
-            for other in result.others
-        ],
+        "others": [values_of(own, "step_seconds", "mode", "shared", "split") for own in result.others],
     }

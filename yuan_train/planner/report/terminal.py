@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
-from yuan_train.planner.report.answer import mfu_of
+from yuan_train.planner.report.answer import mfu_of, values_of
 from yuan_train.planner.report.reasons import bound_values, bound_words
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import LeftOut, SearchResult
@@ -31,59 +32,44 @@ MAX_WORDS = 90
 def plan_table(
     result: SearchResult, problem: PlanProblem, *, answer: Sequence[str] = (), verbose: bool = False
 ) -> str:
-    """At most a screen of plain text: the answer, then stages, even split, idle cards and notes.
-
-    `verbose` adds bounds, runners-up, the cut in other tools' notations, and the source of every cost.
-    """
+    """At most a screen of plain text: the answer, then stages, even split, idle cards and notes. `verbose`
+    adds bounds, runners-up, the cut in other tools' notations, and the source of every cost."""
     best, cost = result.best, result.best.cost
-    lines = [*answer, f"Plan: {describe_shape(best)}" + even_words(result)]
-    lines += _stage_rows(best)
-    lines.append(" " + step_words(result, problem))
-    notes = result.notes
+    lines = [step_words(result, problem)]
+    left_out = [f"left out: {line}" for line in left_out_lines(result.left_out)]
     if verbose:
-        lines.append(f" {cut_words(best)}")
-        lines += [f" {line}" for line in [*best_reasons(result), *memory_lines(cost, problem)]]
-        lines += [f" runner-up: {line}" for line in runner_lines(result)]
+        lines += [cut_words(best), *best_reasons(result), *memory_lines(cost, problem)]
+        lines += [f"runner-up: {line}" for line in runner_lines(result)]
+        lines += [*left_out, f"{cost.source}: " + "; ".join(result.notes)]
     else:
-        lines += [f" {line}" for line in memory_lines(cost, problem)[1:]]
         catalogued = tuple(f"{card.type}: " for stage in cost.stages for card in stage.cards)
-        notes = [note for note in notes if cost.source != "estimated" or not note.startswith(catalogued)]
-    lines += [f" left out: {line}" for line in left_out_lines(result.left_out)]
-    if verbose:
-        lines.append(f" {cost.source}: " + "; ".join(notes))
-    else:
-        lines += [f" note: {note}" for note in notes]
-    if not verbose:
-        lines.append(" --verbose: bounds, runners-up, the cut as Megatron-LM writes it, sources of all times")
-    return "\n".join(lines)
+        kept = (own for own in result.notes if cost.source != "estimated" or not own.startswith(catalogued))
+        lines += [*memory_lines(cost, problem)[1:], *left_out, *(f"note: {note}" for note in kept)]
+        lines.append("--verbose: bounds, runners-up, the cut as Megatron-LM writes it, sources of all times")
+    head = [*answer, f"Plan: {describe_shape(best)}" + even_words(result)]
+    return "\n".join([*head, *(f" {line}" for line in (*_stage_rows(best), *lines))])
 
 
 def plan_json(result: SearchResult, *, path: str | None) -> dict[str, Any]:
     """The same as plain values, for --json; `path` is where the plan is written, if it is."""
-    best = result.best
+    best, even = result.best, result.even_split
     assert best.plan.forecast is not None
+    batches = [values_of(own, "micro_batch_size", "num_micro_batches") for own in best.plan.pipelines]
     return {
         "plan": path,
         "forecast": as_plain(best.plan.forecast),
-        "num_pipelines": len(best.plan.pipelines),
+        "num_pipelines": len(batches),
         "schedule": best.plan.schedule,
-        "micro_batch_size": best.plan.pipelines[0].micro_batch_size,
-        "num_micro_batches": best.plan.pipelines[0].num_micro_batches,
-        "pipelines": [
-            {"micro_batch_size": pipeline.micro_batch_size, "num_micro_batches": pipeline.num_micro_batches}
-            for pipeline in best.plan.pipelines
-        ],
-        "optimizer_sharding": best.plan.optimizer_sharding,
-        "sequence_parallel": best.plan.sequence_parallel,
+        **batches[0],
+        "pipelines": batches,
+        **values_of(best.plan, "optimizer_sharding", "sequence_parallel"),
         "stages": [_stage_json(stage) for stage in best.cost.stages],
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,
         "gap": best.step_seconds / result.lower_bound_seconds - 1.0,
         "bound": bound_values(result.bound),
         "plans_simulated": result.num_simulated,
-        "even_split": None
-        if result.even_split is None
-        else {"step_seconds": result.even_split.step_seconds, "fits": result.even_split.cost.fits},
+        "even_split": even and {"step_seconds": even.step_seconds, "fits": even.cost.fits},
         "no_even_split": result.no_even_split or None,
         "runners_up": [
             {
@@ -240,29 +226,24 @@ def megatron_layout(candidate: Candidate) -> str:
 
 
 def cut_words(candidate: Candidate) -> str:
-    """The cut in others' notations."""
     layout = megatron_layout(candidate)
     return f"layers {layer_list(candidate)}" + (f"; Megatron layout {layout}" if layout else "")
 
 
 def describe_cards(candidate: Candidate) -> str:
-    """`4 A100-80G > 2 T4`: the cards of a pipeline in the order of its stages; `2 x (...) + ...` if there are
-    several pipelines."""
-    counts: dict[str, int] = {}
-    for number in range(len(candidate.plan.pipelines)):
-        stages = [stage for stage in candidate.cost.stages if stage.pipeline == number]
-        types = [card.type for stage in stages for card in stage.cards]
-        runs = " > ".join(f"{len(list(group))} {name}" for name, group in itertools.groupby(types))
-        counts[runs] = counts.get(runs, 0) + 1
-    return " + ".join(f"{count} x ({runs})" if count > 1 else runs for runs, count in counts.items())
+    """`4 A100-80G > 2 T4`: a pipeline's cards in the order of its stages; of several `2 x (...) + ...`."""
+    types: list[list[str]] = [[] for _ in candidate.plan.pipelines]
+    for stage in candidate.cost.stages:
+        types[stage.pipeline] += [card.type for card in stage.cards]
+    runs = (((name, len(list(own))) for name, own in itertools.groupby(row)) for row in types)
+    counts = Counter(" > ".join(f"{count} {name}" for name, count in row) for row in runs)
+    return " + ".join(f"{count} x ({words})" if count > 1 else words for words, count in counts.items())
 
 
 def limited_by(stages: Sequence[StageCost], cost: PlanCost) -> str:
-    """What keeps a stage, or one of alike pipelines' stages, from taking another layer.
-
-    The slowest stages are those of the worker that is busiest in a step: replicas divide the micro-batches
-    among them, and unlike pipelines have unlike numbers of these.
-    """
+    """What keeps a stage, or one of alike pipelines' stages, from taking another layer. The slowest stages
+    are those of the worker that is busiest in a step: replicas divide the micro-batches among them, and
+    unlike pipelines have unlike numbers of these."""
     words: list[str] = []
     busy = max(_busy_seconds(cost, stage.pipeline, stage.stage) for stage in stages)
     if busy >= _most_busy_seconds(cost) * (1 - 1e-9):
@@ -300,28 +281,22 @@ def _stage_rows(best: Candidate) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines: list[str] = []
     for number, row in enumerate(rows):
-        if number in headings:
-            lines.append(f" {headings[number]}")
-        text = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
-        lines.append(f" {text}".rstrip())
+        lines += [headings[number]] if number in headings else []
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
     if len(kinds) > MAX_KINDS:
-        lines.append(f" ... and {len(kinds) - MAX_KINDS} more kinds of pipelines; --report F.html shows all")
+        lines.append(f"... and {len(kinds) - MAX_KINDS} more kinds of pipelines; --report F.html shows all")
     return lines
 
 
 def _kinds(best: Candidate) -> list[list[int]]:
     """Numbers of the pipelines that are alike in types of cards, layers and share of the batch."""
-    stages: list[list[StageCost]] = [[] for _ in best.plan.pipelines]
+    looks: list[list[object]] = [[p.micro_batch_size, p.num_micro_batches] for p in best.plan.pipelines]
     for stage in best.cost.stages:
-        stages[stage.pipeline].append(stage)
+        types = tuple(card.type for card in stage.cards)
+        looks[stage.pipeline].append((types, len(stage.replicas), layer_words(stage), stage.experts))
     found: dict[object, list[int]] = {}
-    for number, pipeline in enumerate(best.plan.pipelines):
-        cut = tuple(
-            (tuple(card.type for card in stage.cards), len(stage.replicas), layer_words(stage), stage.experts)
-            for stage in stages[number]
-        )
-        kind = (pipeline.micro_batch_size, pipeline.num_micro_batches, cut)
-        found.setdefault(kind, []).append(number)
+    for number, look in enumerate(looks):
+        found.setdefault(tuple(look), []).append(number)
     return list(found.values())
 
 
@@ -432,8 +407,7 @@ def memory_lines(cost: PlanCost, problem: PlanProblem) -> list[str]:
 
 def _stage_json(stage: StageCost) -> dict[str, Any]:
     return {
-        "pipeline": stage.pipeline,
-        "stage": stage.stage,
+        **values_of(stage, "pipeline", "stage"),
         "card": stage.card.name,
         "cards": [[card.name for card in replica] for replica in stage.replicas],
         "type": stage.card.type,
@@ -441,14 +415,11 @@ def _stage_json(stage: StageCost) -> dict[str, Any]:
         "experts": list(stage.experts) if len(stage.experts) > 1 else None,
         "recompute": stage.recompute,
         "recomputed_layers": stage.num_recomputed,
-        "in_flight": stage.in_flight,
-        "forward_seconds": stage.forward_seconds,
-        "backward_seconds": stage.backward_seconds,
+        **values_of(stage, "in_flight", "forward_seconds", "backward_seconds"),
         "peak_memory_bytes": stage.memory.total,
         "capacity_bytes": stage.card_bytes,
         "usable_bytes": stage.capacity_bytes,
-        "host_bytes": stage.host_bytes,
-        "source": stage.source,
+        **values_of(stage, "host_bytes", "source"),
     }
 
 

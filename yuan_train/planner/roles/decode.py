@@ -21,21 +21,27 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.profile import GenerationProfile, Profile
-from yuan_train.planner.costs.generation_memory import PREFILL_CHUNK, Writing
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import MEMORY_EFFICIENCY, UNIT_OVERHEAD_SECONDS, matrix_efficiency
-from yuan_train.planner.costs.workload import ELEMENT_BYTES
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, TensorGroup, TokenRows, model_work
 from yuan_train.planner.evaluate.stage_cost import StageCost
 
+PartSeconds = tuple[float, float, float]
+"""Of a pass over slots, or prompts: of a layer, of the embedding and beside the model, and of the head."""
 Measured = Mapping[tuple[str, int], GenerationProfile]
 """By type of card, and cards of a tensor-parallel group."""
+PREFILL_CHUNK = 512
+"""Prompt tokens that generation reads at once."""
+DRAWN_ELEMENTS = 1 << 22
+"""Logits whose noise is in memory at once: `NOISE_ELEMENTS` of yuan_train/models/generate.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +60,10 @@ class DecodeStage:
 
     @property
     def width(self) -> int:
-        """Cards of the group."""
         return len(self.cards)
 
     @property
     def num_layers(self) -> float:
-        """Layers of the stage."""
         return self.layers[1] - self.layers[0]
 
 
@@ -109,10 +113,11 @@ def _of_stage(stage: DecodeStage, own: GenerationProfile, parts: PartSeconds, su
     """Seconds of a stage, of those of its parts; a group that was not measured divides its products."""
     narrower = own.tensor_parallel < stage.width
     divisor = stage.width if narrower else 1
-    seconds = stage.num_layers * parts.layer / divisor + (sums_seconds if narrower else 0.0)
+    layer, engine, head = parts
+    seconds = stage.num_layers * layer / divisor + (sums_seconds if narrower else 0.0)
     if stage.head:
-        seconds += parts.head / divisor
-    return seconds + (parts.engine if stage.embedding else 0.0)
+        seconds += head / divisor
+    return seconds + (engine if stage.embedding else 0.0)
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,7 @@ class Decoder:
         return allreduce_seconds(self.topology, stage.cards, hidden) if stage.width > 1 else 0.0
 
     def round_seconds(self, stage: DecodeStage, *, slots: int, context: float) -> float:
-        """Seconds of one round of a stage, of `slots` samples whose contexts are `context` tokens on
-        average."""
+        """Seconds of a round of a stage, of `slots` samples with contexts of `context` tokens on average."""
         sums = (2.0 * stage.num_layers + stage.embedding) * self._sum_seconds(stage, slots)
         if owns := profiles_of(self.measured, stage):
             parts = [round_parts(own, slots=slots, context=context) for own in owns]
@@ -208,8 +212,7 @@ class Decoder:
 
 
 def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: int) -> int:
-    """The most slots that fit, at most `limit`, in whole groups of samples; `num_groups` groups of slots take
-    turns."""
+    """The most slots that fit, at most `limit`, for whole prompts; `num_groups` groups of them take turns."""
 
     def held(count: int) -> float:
         slots = count * writing.group
@@ -218,17 +221,65 @@ def most_slots(free_bytes: float, writing: Writing, *, limit: int, num_groups: i
     return bisect.bisect_right(range(1, limit // writing.group + 1), free_bytes, key=held) * writing.group
 
 
-# --- what a profile has measured -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
-class PartSeconds:
-    """Of a pass over some slots, or prompts: of a layer, and of what is there once."""
+class Writing:
+    """What is written on a stage of so many layers, which `width` cards share: samples of `length` tokens,
+    `prompt` of them read, `group` to a prompt. A prompt is read once, into a cache of its own that is copied
+    to each of its answers' slots; every cache has a place for padding."""
 
-    layer: float
-    engine: float
-    """Of the embedding, and beside the model."""
-    head: float
+    model: ModelConfig
+    num_layers: float
+    head: bool
+    width: int
+    group: int
+    prompt: int
+    length: int
+    precision: Precision
+
+    @cached_property
+    def group_cache_bytes(self) -> float:
+        """Of the slots for the answers to a prompt, and of the prompt, on each card: keys and values of every
+        token, and the localized filter's state of u (H) and of its first convolution (H/2)."""
+        e, model = ELEMENT_BYTES[self.precision], self.model
+        state = 1.5 * model.hidden_size if model.attention == "localized_filter" else 0.0
+        places = self.group * (self.length + 1) + self.prompt + 1
+        per_layer = e * (2 * places * model.key_value_size / self.width + (self.group + 1) * state)
+        return self.num_layers * per_layer
+
+    def lane_bytes(self, slots: int) -> float:
+        """Beside the caches, while a group of so many slots is run, on each card the largest of
+
+        - a chunk of its prompts: at most what a layer would keep of it for a backward,
+        - a layer's keys and values, repeated for each query head, where heads share them (a masked
+          attention),
+        - a draw (`drawing_bytes`).
+        """
+        model = self.model
+        shared = model.key_value_size < model.projection_size
+        repeated = 2.0 * ELEMENT_BYTES[self.precision] * slots * self.length * model.projection_size
+        return max(
+            -(-slots // self.group) * self.chunk_bytes if self.num_layers else 0.0,
+            repeated / self.width if shared and self.num_layers else 0.0,
+            drawing_bytes(slots, model.vocab_size / self.width) if self.head else 0.0,
+        )
+
+    @cached_property
+    def chunk_bytes(self) -> float:
+        """Of a chunk of one prompt in one layer."""
+        rows = TokenRows(1, min(self.prompt, PREFILL_CHUNK), self.precision)
+        group = TensorGroup(1 if self.model.num_experts else self.width)
+        return model_work(self.model, rows, logit_rows=1, group=group).layer.activation_bytes
+
+
+def drawing_bytes(draws: int, words: float) -> float:
+    """Most bytes at once while so many tokens are drawn, each of `words` logits. The logits are in fp64, and
+    beside them the larger of their exponentials (logsumexp) and, of DRAWN_ELEMENTS of them at a time (on a
+    CPU fewer), in whole rows, a copy and two more while their noise is made."""
+    rows = min(max(int(DRAWN_ELEMENTS // words), 1), draws)
+    return 8.0 * words * (draws + max(draws, 3 * rows))
+
+
+# --- what a profile has measured -------------------------------------------------------------------------
 
 
 def measured_rounds(profile: Profile | None) -> Measured:
@@ -240,26 +291,21 @@ def measured_rounds(profile: Profile | None) -> Measured:
 def round_parts(own: GenerationProfile, *, slots: int, context: float) -> PartSeconds:
     """Seconds of a round, on the cards that were measured."""
     by_slots = [line_through(own.contexts, row, context) for row in own.layer_seconds]
-    return PartSeconds(
-        layer=line_through(own.slots, by_slots, slots),
-        engine=line_through(own.slots, own.engine_seconds, slots),
-        head=line_through(own.slots, own.head_seconds, slots),
+    layer, engine, head = (
+        line_through(own.slots, row, slots) for row in (by_slots, own.engine_seconds, own.head_seconds)
     )
+    return layer, engine, head
 
 
 def reading_parts(own: GenerationProfile, *, prompts: int, tokens: int) -> PartSeconds:
     """Seconds of a reading of so many prompts of so many tokens, which draws `group` tokens for each."""
-    share = tokens / own.prompt_tokens
-    return PartSeconds(
-        layer=share * line_through(own.prompts, own.prompt_layer_seconds, prompts),
-        engine=line_through(own.prompts, own.prompt_engine_seconds, prompts),
-        head=line_through(own.slots, own.head_seconds, prompts * own.group),
-    )
+    layer = tokens / own.prompt_tokens * line_through(own.prompts, own.prompt_layer_seconds, prompts)
+    engine = line_through(own.prompts, own.prompt_engine_seconds, prompts)
+    return layer, engine, line_through(own.slots, own.head_seconds, prompts * own.group)
 
 
 def line_through(places: Sequence[float], values: Sequence[float], place: float) -> float:
-    """The value at a place, on the line through those of the two nearest places, and not below 0; with one
-    place, what is there."""
+    """The value at a place on the line through the two nearest, at least 0; of one place what is there."""
     if len(places) == 1:
         return values[0]
     after = min(max(bisect.bisect(places, place), 1), len(places) - 1)

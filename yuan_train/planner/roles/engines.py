@@ -14,19 +14,11 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import GenerationProfile
-from yuan_train.planner.costs.generation_memory import Writing
 from yuan_train.planner.costs.links import message_seconds
 from yuan_train.planner.costs.topology import Topology, find_route
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
-from yuan_train.planner.roles.decode import (
-    Decoder,
-    DecodeStage,
-    Measured,
-    held_parameters,
-    most_slots,
-    profiles_of,
-)
+from yuan_train.planner.roles import decode
 from yuan_train.schedule.schedules import forward_only
 from yuan_train.schedule.step import one_worker_each
 
@@ -51,7 +43,6 @@ class Workload:
 
     @property
     def samples(self) -> int:
-        """Samples of a step."""
         return self.prompts * self.group
 
     @property
@@ -64,7 +55,7 @@ class Workload:
 class EnginePlan:
     """A pipeline of stages that generates, with its slots."""
 
-    stages: tuple[DecodeStage, ...]
+    stages: tuple[decode.DecodeStage, ...]
     slots_per_group: int
     num_groups: int
     """Micro-batches of slots that are under way at once."""
@@ -86,53 +77,44 @@ class EngineRates:
 
     topology: Topology
     load: Workload
-    measured: Measured = field(default_factory=dict[tuple[str, int], GenerationProfile])
+    measured: decode.Measured = field(default_factory=dict[tuple[str, int], GenerationProfile])
     memory_fraction: float = 1.0
     """Of a card's memory, what an engine may fill."""
 
     @cached_property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> decode.Decoder:
         """What the workload's model takes on a stage."""
-        return Decoder(self.topology, self.load.model, self.load.precision, self.measured)
+        return decode.Decoder(self.topology, self.load.model, self.load.precision, self.measured)
 
-    def writing(self, stage: DecodeStage) -> Writing:
+    def writing(self, stage: decode.DecodeStage) -> decode.Writing:
         """What samples of the workload take of a stage's cards."""
         load = self.load
         return self.decoder.writing_on(stage, group=load.group, prompt=load.prompt_tokens, length=load.length)
 
     def are_measured(self, engine: EnginePlan) -> bool:
         """Whether a profile has the generation of all its cards."""
-        return all(profiles_of(self.measured, stage) for stage in engine.stages)
+        return all(decode.profiles_of(self.measured, stage) for stage in engine.stages)
 
     def rounds(self, engine: EnginePlan, slots: int) -> float:
-        """Seconds of a round in which so many samples get a token each, with contexts of mean length.
-
-        A group of slots runs whole, however many of them are in use.
-        """
+        """Seconds of a round in which so many samples get a token each, with contexts of mean length. A group
+        of slots runs whole, however many of them are in use."""
         context = self.load.prompt_tokens + self.load.expected_new_tokens / 2
-        groups = min(engine.num_groups, -(-slots // engine.slots_per_group))
         per_group = engine.slots_per_group
+        groups = min(engine.num_groups, -(-slots // per_group))
         seconds = tuple(
             self.decoder.round_seconds(stage, slots=per_group, context=context) for stage in engine.stages
         )
         if len(seconds) == 1:
             return groups * seconds[0]
-        return self._pipelined(engine, seconds, per_group, groups)
-
-    def _pipelined(
-        self, engine: EnginePlan, seconds: tuple[float, ...], per_group: int, groups: int
-    ) -> float:
-        """The forward-only lane of a round, and the tokens' way back to the first stage."""
+        # The forward-only lane of a round, and the tokens' way back to the first stage.
         hidden = float(per_group * self.load.model.hidden_size * ELEMENT_BYTES[self.load.precision])
-        routes = [
-            find_route(self.topology, a.cards[0], b.cards[0]) for a, b in itertools.pairwise(engine.stages)
-        ]
-        sends = tuple(message_seconds(route, hidden) for route in routes)
+        pairs = itertools.pairwise(stage.cards[0] for stage in engine.stages)
+        routes = [find_route(self.topology, a, b) for a, b in pairs]
         zeros = (0.0,) * len(seconds)
         times = StageTimes(
             forward_seconds=seconds,
             backward_seconds=zeros,
-            send_activation_seconds=sends,
+            send_activation_seconds=tuple(message_seconds(route, hidden) for route in routes),
             send_gradient_seconds=zeros[1:],
         )
         workers = one_worker_each(len(seconds))
@@ -141,33 +123,26 @@ class EngineRates:
 
     def prefill(self, engine: EnginePlan, prompts: int) -> float:
         """Seconds that so many prompts take from the rounds: the slowest stage's, group by group."""
-        at_once = min(-(-engine.slots_per_group // self.load.group), prompts)
+        at_once, tokens = min(-(-engine.slots_per_group // self.load.group), prompts), self.load.prompt_tokens
         full, rest = divmod(prompts, at_once)
-        return sum(
-            count
-            * max(
-                self.decoder.prefill_seconds(stage, tokens=self.load.prompt_tokens, prompts=size)
-                for stage in engine.stages
-            )
-            for count, size in ((full, at_once), (1, rest))
-            if size
-        )
+
+        def seconds(size: int) -> float:
+            own = (self.decoder.prefill_seconds(s, tokens=tokens, prompts=size) for s in engine.stages)
+            return max(own)
+
+        return full * seconds(at_once) + (seconds(rest) if rest else 0.0)
 
     def samples_per_second(self, engine: EnginePlan) -> float:
         """With all slots in use: each is refilled when its sample ends."""
         return engine.slots / self.wave_seconds(engine, engine.slots)
 
     def wave_seconds(self, engine: EnginePlan, slots: int) -> float:
-        """Seconds of `slots` samples of mean length that begin together; the first token of each is drawn
-        where its prompt is read."""
-        prompts = -(-slots // self.load.group)
-        return (self.load.expected_new_tokens - 1) * self.rounds(engine, slots) + self.prefill(
-            engine, prompts
-        )
+        """Seconds of `slots` mean samples that begin together; reading prompts draws their first tokens."""
+        rounds = (self.load.expected_new_tokens - 1) * self.rounds(engine, slots)
+        return rounds + self.prefill(engine, -(-slots // self.load.group))
 
     def batch_seconds(self, engine: EnginePlan, samples: int) -> float:
-        """Seconds of so many samples on an engine that begins and ends empty: full waves, the rest, and the
-        rounds in which only the longest answers are left."""
+        """Seconds of samples on an engine that begins and ends empty: waves, rest, the longest's rounds."""
         if not samples:
             return 0.0
         full, rest = divmod(samples, engine.slots)
@@ -189,12 +164,10 @@ class Generation:
 
     @cached_property
     def samples_per_second(self) -> tuple[float, ...]:
-        """Of each engine."""
         return tuple(self.rates.samples_per_second(engine) for engine in self.engines)
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the prompts."""
         if self.given_shares is not None:
             return self.given_shares
         total = math.fsum(self.samples_per_second)
@@ -213,11 +186,9 @@ class Generation:
     @cached_property
     def engine_batch_seconds(self) -> tuple[float, ...]:
         """The same of each engine, which gets whole prompts."""
-        counts = deal(self.rates.load.prompts, self.shares)
-        group = self.rates.load.group
+        counts, group = deal(self.rates.load.prompts, self.shares), self.rates.load.group
         return tuple(
-            self.rates.batch_seconds(engine, group * count)
-            for engine, count in zip(self.engines, counts, strict=True)
+            self.rates.batch_seconds(e, group * n) for e, n in zip(self.engines, counts, strict=True)
         )
 
 
@@ -235,26 +206,20 @@ def deal(count: int, shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def with_slots(
-    rates: EngineRates,
-    stages: Sequence[DecodeStage],
-    *,
-    limit: int,
-    held_bytes: Sequence[float] = (),
+    rates: EngineRates, stages: Sequence[decode.DecodeStage], *, limit: int, held_bytes: Sequence[float] = ()
 ) -> EnginePlan | None:
     """An engine of these stages with as many slots as fit, at most `limit`; None if not one group fits.
-
-    `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included.
-    """
+    `held_bytes`, if given, is what each stage's cards hold of other phases, weights and reserve included."""
     group = rates.load.group
-
-    free = [_free_bytes(rates, stage, held_bytes[s : s + 1]) for s, stage in enumerate(stages)]
-    writings = list(map(rates.writing, stages))
+    rooms: list[tuple[float, decode.Writing]] = []
+    for s, stage in enumerate(stages):
+        types = [rates.topology.types[card.type] for card in stage.cards]
+        capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)
+        fixed = math.fsum(rates.decoder.fixed_bytes(stage).values())
+        rooms.append((capacity - (held_bytes[s] if held_bytes else fixed), rates.writing(stage)))
 
     def fitting(groups: int) -> int:
-        return min(
-            most_slots(bytes_, own, limit=limit, num_groups=groups)
-            for bytes_, own in zip(free, writings, strict=True)
-        )
+        return min(decode.most_slots(free, own, limit=limit, num_groups=groups) for free, own in rooms)
 
     groups = max(num_groups(len(stages), limit // group), 1)
     slots = fitting(groups)
@@ -266,14 +231,6 @@ def with_slots(
         return None
     per_group = slots // groups // group * group
     return EnginePlan(stages=tuple(stages), slots_per_group=per_group, num_groups=groups)
-
-
-def _free_bytes(rates: EngineRates, stage: DecodeStage, held_bytes: Sequence[float]) -> float:
-    """What weights and reserve, or `held_bytes` if it is given, leave of the smallest card."""
-    types = [rates.topology.types[card.type] for card in stage.cards]
-    capacity = min(usable_bytes(device, rates.memory_fraction) for device in types)
-    fixed = rates.decoder.fixed_bytes(stage)
-    return capacity - (held_bytes[0] if held_bytes else math.fsum(fixed.values()))
 
 
 def num_groups(num_stages: int, prompts: int) -> int:
@@ -322,11 +279,9 @@ class Holder:
 def sync_seconds(
     topology: Topology, sources: Sequence[Holder], targets: Sequence[Holder], weight_bytes: float
 ) -> float:
-    """Seconds in which the targets get the weights that they hold: the busiest card or NIC decides.
-
-    Each range comes from all sources that hold it, in equal parts, from those of the target's node if there
-    are some. A card sends and receives at the rate of its route, a NIC carries what its node's cards do.
-    """
+    """Seconds in which the targets get the weights that they hold: the busiest card or NIC decides. Each
+    range comes from all sources that hold it, in equal parts, from those of the target's node if there are
+    some. A card sends and receives at the rate of its route, a NIC carries what its node's cards do."""
     lines: dict[tuple[str, str], float] = defaultdict(float)
     latency = 0.0
     for target in targets:
@@ -367,9 +322,8 @@ def _owners(holders: Sequence[Holder], first: float, last: float) -> float:
     return max(total / (last - first), 1.0)
 
 
-def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder]:
-    """What the cards of a pipeline hold, as ranges of the model's parameters from its first unit on: of those
-    that are sent after each batch."""
+def holders_of(model: ModelConfig, stages: Sequence[decode.DecodeStage]) -> list[Holder]:
+    """What a pipeline's cards hold of what is sent after each batch, as ranges of the model's parameters."""
     found: list[Holder] = []
     total = math.fsum(sent_parameters(model, stage) for stage in stages)
     first = 0.0
@@ -380,23 +334,18 @@ def holders_of(model: ModelConfig, stages: Sequence[DecodeStage]) -> list[Holder
     return found
 
 
-def sent_parameters(model: ModelConfig, stage: DecodeStage) -> float:
+def sent_parameters(model: ModelConfig, stage: decode.DecodeStage) -> float:
     """Parameters of a stage that are sent to it after each batch: all, or those of adapters."""
     if model.lora is None:
-        return held_parameters(model, stage)
+        return decode.held_parameters(model, stage)
     return stage.num_layers * model.adapter_parameters
 
 
 def sync_bytes(model: ModelConfig, engines: Sequence[EnginePlan], precision: Precision) -> float:
-    """Bytes that all engines get after each batch: their parts, those that each card of a group holds whole
-    included."""
+    """Bytes that all engines get after each batch; what each card of a group holds whole counts for each."""
     e = ELEMENT_BYTES[precision]
     table = [p for p in layer_table(model) if is_trained(model, p.name)]
     whole = sum(p.size for p in table if p.sharding in ("whole", "head_norm") or is_whole_adapter(p))
-    return float(
-        sum(
-            e * (sent_parameters(model, stage) + (stage.width - 1) * stage.num_layers * whole)
-            for engine in engines
-            for stage in engine.stages
-        )
-    )
+    stages = [stage for engine in engines for stage in engine.stages]
+    sent = (e * (sent_parameters(model, own) + (own.width - 1) * own.num_layers * whole) for own in stages)
+    return float(sum(sent))

@@ -8,29 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, Cluster, NodeGroup
-from yuan_train.config.devices import DeviceType, Precision
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan
+from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
 from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import CardCosts, Source, card_costs
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, TokenRows
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate
 from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.roles import engines
 from yuan_train.planner.roles.decode import DecodeStage, measured_rounds
-from yuan_train.planner.roles.engines import (
-    EngineRates,
-    Generation,
-    Holder,
-    Workload,
-    holders_of,
-    sync_bytes,
-    sync_seconds,
-)
 from yuan_train.planner.roles.play import FlowTimes, Play, play
 from yuan_train.planner.search.what_if import with_nodes
 from yuan_train.schedule.schedules import forward_only
@@ -42,7 +34,7 @@ class RolesProblem:
 
     policy: PlanProblem
     """Its batch is the samples of a step, each a row of its own; its cluster is the whole one."""
-    load: Workload
+    load: engines.Workload
     micro_batch_size: int
     policy_search: SearchConfig
     packed_rows: int
@@ -88,8 +80,7 @@ class RolesProblem:
 
     @property
     def forward_passes(self) -> int:
-        """Passes of the policy's plan over all samples beside training: with old weights, with the
-        reference's."""
+        """Passes of the policy's plan beside training: with old weights, with the reference's."""
         return int(self.updates * self.epochs > 1) + int(self.reference)
 
 
@@ -115,11 +106,11 @@ def _part_of(group: NodeGroup, node: str, count: int) -> NodeGroup | None:
     return replace(group, host=host).with_cards(group.types[:count], name=node)
 
 
-def engine_rates(problem: RolesProblem, topology: Topology) -> EngineRates:
+def engine_rates(problem: RolesProblem, topology: Topology) -> engines.EngineRates:
     """What engines of a problem take, with what its profile has measured."""
     policy = problem.policy
     measured = measured_rounds(policy.profile)
-    return EngineRates(topology, problem.load, measured, memory_fraction=policy.memory_fraction)
+    return engines.EngineRates(topology, problem.load, measured, memory_fraction=policy.memory_fraction)
 
 
 # --- the policy ------------------------------------------------------------------------------------------
@@ -138,13 +129,15 @@ class PolicyWork:
     """Of these the critic's: values, and its optimizer steps; None: there is none."""
 
     @property
-    def holders(self) -> list[Holder]:
+    def holders(self) -> list[engines.Holder]:
         """What its cards hold, for those who get weights from them."""
-        found: list[Holder] = []
+        found: list[engines.Holder] = []
         for p in range(len(self.plan.pipelines)):
             stages = [stage for stage in self.cost.stages if stage.pipeline == p]
             # The first replica of each stage fixes the ranges; the others hold the same.
-            own = holders_of(self.plan.model, [DecodeStage.of(stage, stage.replicas[0]) for stage in stages])
+            own = engines.holders_of(
+                self.plan.model, [DecodeStage.of(stage, stage.replicas[0]) for stage in stages]
+            )
             ranges = {holder.card.name: holder for holder in own}
             for stage in stages:
                 for replica in stage.replicas:
@@ -157,10 +150,8 @@ class PolicyWork:
 
 def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost) -> PolicyWork:
     """What a batch takes under a plan of the policy: its rows packed, forward passes, more optimizer steps.
-
     The reference is read from the hosts once a batch. A critic follows the same plan on the same rows: a pass
-    for values, and as many optimizer steps.
-    """
+    for values, and as many optimizer steps."""
     seconds = problem.packing_seconds
     seconds += _model_seconds(problem, costs, plan, cost, passes=problem.forward_passes)
     critic_seconds = None
@@ -181,8 +172,7 @@ def policy_work(problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost)
 def _model_seconds(
     problem: RolesProblem, costs: Costs, plan: Plan, cost: PlanCost | None, *, passes: int
 ) -> float:
-    """Seconds in which a model is trained on a batch, with forward passes beside it; `cost`, if it is known,
-    is that of the plan with a row for each sample."""
+    """Seconds of training on a batch and of forward passes; `cost`, if known, is of a row for each sample."""
     rows = problem.packed_rows
     if rows < plan.global_batch_size:
         cost = cost_plan(costs, _with_rows(plan, rows))
@@ -204,31 +194,22 @@ def _reference_bytes(problem: RolesProblem, stage: StageCost) -> float:
 def _with_rows(plan: Plan, rows: int) -> Plan:
     """The plan with lanes of fewer micro-batches, at least one for each replica of a stage."""
     share = rows / plan.global_batch_size
-    pipelines = tuple(
-        replace(
-            pipeline,
-            num_micro_batches=max(
-                math.ceil(pipeline.num_micro_batches * share), *(len(s.replicas) for s in pipeline.stages), 1
-            ),
-        )
-        for pipeline in plan.pipelines
-    )
+    pipelines: list[PipelinePlan] = []
+    for own in plan.pipelines:
+        count = max(math.ceil(own.num_micro_batches * share), *(len(s.replicas) for s in own.stages), 1)
+        pipelines.append(replace(own, num_micro_batches=count))
     total = sum(pipeline.num_sequences for pipeline in pipelines)
-    return replace(plan, pipelines=pipelines, global_batch_size=total)
+    return replace(plan, pipelines=tuple(pipelines), global_batch_size=total)
 
 
 def _forward_seconds(plan: Plan, cost: PlanCost, rows: int) -> float:
     """Of a forward-only lane over all rows: the slowest pipeline's."""
-    found: list[float] = []
+    latest = 0.0
     packed = _with_rows(plan, rows) if rows < plan.global_batch_size else plan
     for pipeline, times, workers in zip(packed.pipelines, cost.times, cost.workers, strict=True):
         lane = forward_only(workers=workers, num_micro_batches=pipeline.num_micro_batches)
-        found.append(_last_forward(simulate(lane, times, workers=workers).spans))
-    return max(found)
-
-
-def _last_forward(spans: Sequence[tuple[float, float]]) -> float:
-    return max(end for _, end in spans)
+        latest = max(latest, *(end for _, end in simulate(lane, times, workers=workers).spans))
+    return latest
 
 
 # --- a reward model --------------------------------------------------------------------------------------
@@ -247,27 +228,12 @@ class RewardWork:
 
 
 def scoring_on(
-    device: DeviceType,
-    type_name: str,
-    model: ModelConfig,
-    *,
-    length: int,
-    precision: Precision,
-    width: int = 1,
+    device: DeviceType, model: ModelConfig, rows: TokenRows, *, width: int = 1
 ) -> tuple[CardCosts, dict[str, float]]:
     """(costs, bytes by category) of a reward model on a card of a group of `width`, a sample at a time."""
-    own = card_costs(
-        model,
-        sequence_length=length,
-        micro_batch_size=1,
-        precision=precision,
-        recompute="none",
-        type_name=type_name,
-        device=device,
-        profile=None,
-        group=TensorGroup(width),
-    )
-    return own, scoring_bytes(model, own, precision, width=width)
+    group = TensorGroup(width)
+    own = card_costs(model, rows, recompute="none", type_name="", device=device, profile=None, group=group)
+    return own, scoring_bytes(model, own, rows.precision, width=width)
 
 
 def reward_work(
@@ -278,9 +244,7 @@ def reward_work(
     forward, found = 0.0, dict[str, float]()
     for cards in groups:
         device = problem.policy.cluster.device_type(cards[0].type)
-        own, found = scoring_on(
-            device, cards[0].type, model, length=load.length, precision=load.precision, width=width
-        )
+        own, found = scoring_on(device, model, TokenRows(1, load.length, load.precision), width=width)
         forward = max(forward, math.fsum(unit.forward_seconds for unit in own.units))
         found["reserved"] = float(device.reserved)
         if math.fsum(found.values()) > problem.policy.usable_bytes(cards[0].type):
@@ -302,7 +266,7 @@ class Placement:
     split: tuple[tuple[int, int, int], ...]
     """Cards of each group of nodes: policy's, generation's, reward's."""
     policy: PolicyWork
-    generation: Generation
+    generation: engines.Generation
     reward: RewardWork | None
     function_seconds: float
     """Of the reward functions, for a batch; 0 if they were not measured."""
@@ -316,7 +280,6 @@ class Placement:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
         return self.play.step_seconds
 
     @property
@@ -361,7 +324,7 @@ def place(
     mode: str,
     split: tuple[tuple[int, int, int], ...],
     policy: PolicyWork,
-    generation: Generation,
+    generation: engines.Generation,
     reward: RewardWork | None,
     shared: bool,
 ) -> Placement:
@@ -369,22 +332,28 @@ def place(
     moved = moved_bytes = 0.0
     if not shared:
         model, precision = problem.load.model, problem.load.precision
-        targets = [holder for engine in generation.engines for holder in holders_of(model, engine.stages)]
+        targets = [
+            holder for engine in generation.engines for holder in engines.holders_of(model, engine.stages)
+        ]
         synced = model.parameters if model.lora is None else sum(model.trained_unit_parameters)
         bytes_ = problem.sync_share * synced * ELEMENT_BYTES[precision]
-        moved = sync_seconds(costs.topology, policy.holders, targets, bytes_)
-        moved_bytes = problem.sync_share * sync_bytes(model, generation.engines, precision)
+        moved = engines.sync_seconds(costs.topology, policy.holders, targets, bytes_)
+        moved_bytes = problem.sync_share * engines.sync_bytes(model, generation.engines, precision)
     staleness = problem.staleness if mode == "async" else 0
 
     def played(staleness: int) -> Play:
+        """Engines begin each batch empty; with staleness, they take new weights between two while the policy
+        goes on. In flight they are never empty, and draw as many prompts as each can answer."""
         score = problem.function_seconds + (reward.scoring_seconds if reward else 0.0)
         stops = moved if staleness else 0.0
-        times = _flow_times(
-            policy, generation, score, moved, stops=stops, shared=shared, in_flight=problem.in_flight
-        )
-        return play(
-            times, staleness=staleness, shared=shared, scores_apart=reward is not None and reward.apart
-        )
+        generate = tuple(seconds + stops for seconds in generation.engine_batch_seconds)
+        if shared:
+            generate = (generation.batch_seconds,)
+        elif stops and problem.in_flight:
+            generate = (generation.steady_seconds + stops,) * len(generation.engines)
+        times = FlowTimes(generate=generate, score=score, train=policy.training_seconds, publish=moved)
+        apart = reward is not None and reward.apart
+        return play(times, staleness=staleness, shared=shared, scores_apart=apart)
 
     sync = played(0)
     return Placement(
@@ -402,24 +371,3 @@ def place(
         sync_mode_seconds=sync.step_seconds,
         play=played(staleness) if staleness else sync,
     )
-
-
-def _flow_times(
-    policy: PolicyWork,
-    generation: Generation,
-    score: float,
-    moved: float,
-    *,
-    stops: float,
-    shared: bool,
-    in_flight: bool,
-) -> FlowTimes:
-    """Engines begin each batch empty; with staleness, they take new weights between two while the policy goes
-    on. In flight they are never empty, and draw as many prompts as each can answer."""
-    if shared:
-        generate = (generation.batch_seconds,)
-    elif stops and in_flight:
-        generate = (generation.steady_seconds + stops,) * len(generation.engines)
-    else:
-        generate = tuple(seconds + stops for seconds in generation.engine_batch_seconds)
-    return FlowTimes(generate=generate, score=score, train=policy.training_seconds, publish=moved)

@@ -7,45 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Literal
 
+from yuan_train.config import rl_plan
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl import Mode, RLConfig, policy_run
-from yuan_train.config.rl_plan import (
-    CriticPlan,
-    GenerationPlan,
-    ReferencePlan,
-    RlForecast,
-    RlPlan,
-    RoleMemory,
-    RolePlan,
-    RolePlans,
-    validate_rl_plan,
-)
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs, plan_on_cards
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import cards_of
+from yuan_train.planner.roles import placement as placing
 from yuan_train.planner.roles.decode import DecodeStage
-from yuan_train.planner.roles.engines import (
-    EnginePlan,
-    Generation,
-    Workload,
-    engine_memory,
-    num_groups,
-)
-from yuan_train.planner.roles.placement import (
-    Placement,
-    PolicyWork,
-    RewardWork,
-    RolesProblem,
-    engine_rates,
-    part_of_cluster,
-    place,
-    policy_work,
-    reward_work,
-)
+from yuan_train.planner.roles.engines import EnginePlan, Generation, Workload, engine_memory, num_groups
 from yuan_train.planner.roles.search import RolesResult
 
 PACKED_SHARE = 0.9
@@ -54,9 +28,8 @@ PACKED_SHARE = 0.9
 
 def roles_problem(
     run: RLConfig, cluster: Cluster, profile: Profile | None, *, reward_model: ModelConfig | None = None
-) -> RolesProblem:
-    """The problem of a run. Raises ConfigError for what no plan may have, or if the search keys exclude
-    every mode."""
+) -> placing.RolesProblem:
+    """The problem of a run. Raises ConfigError for what no plan may have, or if every mode is excluded."""
     if run.critic is not None:
         _check_critic(run)
     policy = policy_run(run)
@@ -68,7 +41,7 @@ def roles_problem(
     if expected > run.generation.max_new_tokens:
         most = run.generation.max_new_tokens
         raise ConfigError(f"search.expected_new_tokens: {expected}, but generation.max_new_tokens is {most}")
-    return RolesProblem(
+    return placing.RolesProblem(
         policy=PlanProblem(
             cluster=cluster,
             model=run.model,
@@ -113,8 +86,7 @@ def roles_problem(
 
 
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
-    """The modes that a plan may have; in flight only async, and only sync where prompts depend on what was
-    solved. Raises ConfigError if there is none."""
+    """The modes that a plan may have. Raises ConfigError if search keys and schedule exclude all of them."""
     if run.roles.generation is not None:
         return ("sync",)
     wanted: Mode | Literal["auto"] = run.schedule.mode
@@ -143,8 +115,7 @@ def _check_critic(run: RLConfig) -> None:
 
 
 def _packed_rows(run: RLConfig, expected: int) -> int:
-    """Rows that the samples of a step fill. Answers of one length leave what no further sample fits in; those
-    of unlike lengths fill rows to PACKED_SHARE."""
+    """Rows that the samples of a step fill, to PACKED_SHARE where they share rows."""
     samples = run.samples_per_step
     length, mean = run.sequence_length, run.data.max_prompt_tokens + expected
     if not run.shares_rows:
@@ -152,49 +123,50 @@ def _packed_rows(run: RLConfig, expected: int) -> int:
     return min(math.ceil(samples * mean / (length * PACKED_SHARE)), samples)
 
 
-def make_rl_plan(problem: RolesProblem, result: RolesResult) -> RlPlan:
+def make_rl_plan(problem: placing.RolesProblem, result: RolesResult) -> rl_plan.RlPlan:
     """The plan of the best placement, with its forecast."""
     best = result.best
     if best.shared:
-        generation = GenerationPlan(with_="policy", slots=min(e.slots for e in best.generation.engines))
+        generation = rl_plan.GenerationPlan(
+            with_="policy", slots=min(e.slots for e in best.generation.engines)
+        )
     else:
         engines = engines_plan(problem, best.generation.engines)
         shares = [round(share, 6) for share in best.generation.shares[:-1]]
-        generation = GenerationPlan(shares=(*shares, 1.0 - math.fsum(shares)), plan=engines)
+        generation = rl_plan.GenerationPlan(shares=(*shares, 1.0 - math.fsum(shares)), plan=engines)
     reward = None
     if best.reward is not None and problem.reward_model is not None:
-        reward = RolePlan(plan=reward_plan(problem, problem.reward_model, best.reward))
-    found = RlPlan(
+        reward = rl_plan.RolePlan(plan=reward_plan(problem, problem.reward_model, best.reward))
+    found = rl_plan.RlPlan(
         cluster=problem.policy.cluster.name,
         mode="async" if best.mode == "async" else "sync",
         staleness=best.staleness,
-        roles=RolePlans(
-            policy=RolePlan(plan=_policy_plan(problem, best)),
+        roles=rl_plan.RolePlans(
+            policy=rl_plan.RolePlan(plan=_policy_plan(problem, best)),
             generation=generation,
-            reference=ReferencePlan(where="host") if problem.reference else None,
+            reference=rl_plan.ReferencePlan(where="host") if problem.reference else None,
             reward=reward,
-            critic=CriticPlan(with_="policy") if problem.policy.critic else None,
+            critic=rl_plan.CriticPlan(with_="policy") if problem.policy.critic else None,
         ),
         forecast=rl_forecast(problem, best, lower_bound_seconds=result.lower_bound_seconds),
     )
-    violations: list[Violation] = list(validate_rl_plan(found))
+    violations: list[Violation] = list(rl_plan.validate_rl_plan(found))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
     return found
 
 
-def _policy_plan(problem: RolesProblem, placement: Placement) -> Plan:
+def _policy_plan(problem: placing.RolesProblem, placement: placing.Placement) -> Plan:
     plan, cost = placement.policy.plan, placement.policy.cost
     if plan.forecast is not None:
         return plan
     cards = [card for stage in cost.stages for card in stage.cards]
-    own = replace(problem.policy, cluster=part_of_cluster(problem.policy.cluster, cards))
+    own = replace(problem.policy, cluster=placing.part_of_cluster(problem.policy.cluster, cards))
     forecast = make_forecast(make_costs(own), plan, cost, lower_bound_seconds=cost.step_seconds)
     return replace(plan, forecast=forecast)
 
 
-def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
-    """The price of any valid RL plan on the problem's cluster. Raises PlanError if it is another run's, or if
-    its cards are not in the cluster."""
+def placement_of(problem: placing.RolesProblem, plan: rl_plan.RlPlan) -> placing.Placement:
+    """The price of a valid RL plan. Raises PlanError if it is another run's, or has other cards."""
     unpriced = [name for name in ("reference", "critic") if name in plan.plans]
     if unpriced:
         raise PlanError(
@@ -204,8 +176,8 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     costs = make_costs(problem.policy)
     own, load = plan.roles.policy.plan, problem.load
     cost = cost_plan(costs, own)
-    work = policy_work(problem, costs, own, cost)
-    rates = engine_rates(problem, costs.topology)
+    work = placing.policy_work(problem, costs, own, cost)
+    rates = placing.engine_rates(problem, costs.topology)
     generation = plan.roles.generation
     source = own if generation.plan is None else generation.plan
     engines: list[EnginePlan] = []
@@ -221,7 +193,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
     if plan.roles.reward is not None:
         scoring = plan.roles.reward.plan
         cards = [cards_of(costs, scoring, pipeline.stages[0])[0] for pipeline in scoring.pipelines]
-        reward = reward_work(problem, scoring.model, cards)
+        reward = placing.reward_work(problem, scoring.model, cards)
         if reward is None:
             raise PlanError("roles.reward: the reward model does not fit its cards; plan again")
     elif problem.reward_model is not None:
@@ -232,7 +204,7 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
         counts = split.setdefault(problem.policy.cluster.groups[card.node].name, [0, 0, 0])
         if card.name in names:
             counts[("policy", "generation", "reward").index(names[card.name])] += 1
-    return place(
+    return placing.place(
         replace(problem, staleness=plan.staleness),
         costs,
         mode=plan.mode,
@@ -245,12 +217,12 @@ def placement_of(problem: RolesProblem, plan: RlPlan) -> Placement:
 
 
 def _reward_on_policy(
-    problem: RolesProblem, costs: Costs, model: ModelConfig, policy: PolicyWork
-) -> RewardWork:
+    problem: placing.RolesProblem, costs: Costs, model: ModelConfig, policy: placing.PolicyWork
+) -> placing.RewardWork:
     """A reward model whole on each of the policy's cards, which share the samples: its weights come from the
     host for each batch, and go back. Raises PlanError if it does not fit beside what lasts there."""
     cards = {card.name: (card, stage) for stage in policy.cost.stages for card in stage.cards}
-    work = reward_work(problem, model, [(card,) for card, _ in cards.values()])
+    work = placing.reward_work(problem, model, [(card,) for card, _ in cards.values()])
     copies = 0.0
     for card, stage in cards.values():
         beside = 0.0 if work is None else work.memory["weights"] + work.memory["activations"]
@@ -265,11 +237,12 @@ def _reward_on_policy(
     return replace(work, scoring_seconds=work.scoring_seconds + copies, apart=False)
 
 
-def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seconds: float) -> RlForecast:
-    """The forecast of a placement."""
+def rl_forecast(
+    problem: placing.RolesProblem, placement: placing.Placement, *, lower_bound_seconds: float
+) -> rl_plan.RlForecast:
     policy = placement.policy
     same = ("step", "generation", "tail", "scoring", "sync", "sync_mode")
-    return RlForecast(
+    return rl_plan.RlForecast(
         **{f"{name}_seconds": getattr(placement, f"{name}_seconds") for name in same},
         training_seconds=policy.training_seconds,
         critic_seconds=policy.critic_seconds,
@@ -281,44 +254,35 @@ def rl_forecast(problem: RolesProblem, placement: Placement, *, lower_bound_seco
     )
 
 
-def role_memory(placement: Placement) -> dict[str, tuple[RoleMemory, ...]]:
+def role_memory(placement: placing.Placement) -> dict[str, tuple[rl_plan.RoleMemory, ...]]:
     """Bytes on the cards of every stage of every role; of shared cards, training and generation."""
-    generation = placement.generation
-    policy: list[RoleMemory] = []
+    generation, reward = placement.generation, placement.reward
+    found: dict[str, list[rl_plan.RoleMemory]] = {"policy": []}
+
+    def add(role: str, p: int, s: int, own: dict[str, float], peak: float | None = None) -> None:
+        peak = math.fsum(own.values()) if peak is None else peak
+        memory = rl_plan.RoleMemory(pipeline=p, stage=s, peak_memory_bytes=peak, categories=own)
+        found.setdefault(role, []).append(memory)
+
     for stage in placement.policy.cost.stages:
-        categories = stage.memory.categories
-        peak = stage.memory.total
+        categories, peak = stage.memory.categories, stage.memory.total
         if placement.shared:
-            engine = generation.engines[stage.pipeline]
-            own = engine_memory(generation.rates, engine)[stage.stage]
-            drawing = stage.memory.lasting + own["slots"] + own["buffers"]
+            own = engine_memory(generation.rates, generation.engines[stage.pipeline])[stage.stage]
             categories["slots"] = own["slots"]
-            peak = max(peak, drawing)
-        policy.append(
-            RoleMemory(
-                pipeline=stage.pipeline, stage=stage.stage, peak_memory_bytes=peak, categories=categories
-            )
-        )
-    found = {"policy": tuple(policy)}
-    if not placement.shared:
-        found["generation"] = tuple(
-            RoleMemory(pipeline=e, stage=s, peak_memory_bytes=math.fsum(own.values()), categories=own)
-            for e, engine in enumerate(generation.engines)
-            for s, own in enumerate(engine_memory(generation.rates, engine))
-        )
-    if placement.reward is not None:
-        own = placement.reward.memory
-        found["reward"] = tuple(
-            RoleMemory(pipeline=p, stage=0, peak_memory_bytes=math.fsum(own.values()), categories=own)
-            for p in range(len(placement.reward.groups))
-        )
-    return found
+            peak = max(peak, stage.memory.lasting + own["slots"] + own["buffers"])
+        add("policy", stage.pipeline, stage.stage, categories, peak)
+    for e, engine in enumerate(() if placement.shared else generation.engines):
+        for s, own in enumerate(engine_memory(generation.rates, engine)):
+            add("generation", e, s, own)
+    for p in range(len(reward.groups) if reward else 0):
+        add("reward", p, 0, reward.memory if reward else {})
+    return {role: tuple(own) for role, own in found.items()}
 
 
 # --- plans -----------------------------------------------------------------------------------------------
 
 
-def engines_plan(problem: RolesProblem, engines: Sequence[EnginePlan]) -> Plan:
+def engines_plan(problem: placing.RolesProblem, engines: Sequence[EnginePlan]) -> Plan:
     """The plan of engines on cards of their own: a pipeline each."""
 
     def pipelines(rank_of: Mapping[Card, int]) -> Iterator[PipelinePlan]:
@@ -341,7 +305,7 @@ def engines_plan(problem: RolesProblem, engines: Sequence[EnginePlan]) -> Plan:
     return _role_plan(problem, problem.load.model, cards, pipelines)
 
 
-def reward_plan(problem: RolesProblem, model: ModelConfig, work: RewardWork) -> Plan:
+def reward_plan(problem: placing.RolesProblem, model: ModelConfig, work: placing.RewardWork) -> Plan:
     """The plan of a reward model: a pipeline of one stage for each group."""
     each, rest = divmod(problem.load.samples, len(work.groups))
 
@@ -356,7 +320,7 @@ def reward_plan(problem: RolesProblem, model: ModelConfig, work: RewardWork) -> 
 
 
 def _role_plan(
-    problem: RolesProblem,
+    problem: placing.RolesProblem,
     model: ModelConfig,
     cards: Set[Card],
     pipelines: Callable[[Mapping[Card, int]], Iterable[PipelinePlan]],

@@ -82,10 +82,8 @@ def _seconds(times: FlowTimes, step: FlowStep) -> float:
 
 
 def _steady(flow: Flow, spans: Sequence[FlowSpan]) -> tuple[float, dict[Actor, float]]:
-    """Seconds between the ends of two batches in the second half, and each actor's share of them.
-
-    Waits may delay every staleness + 1-th batch, so that a whole number of these is measured.
-    """
+    """Seconds between the ends of two batches in the second half, and each actor's share of them. Waits may
+    delay every staleness + 1-th batch, so that a whole number of these is measured."""
     ends = {span.step.batch: span.end for span in spans if span.step.kind == "publish"}
     last = max(ends)
     count = NUM_ROUNDS * (flow.staleness + 1)

@@ -11,6 +11,7 @@ ranks of a node follow each other as far as can be.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -22,6 +23,7 @@ from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
 from yuan_train.planner.costs.unit_costs import value_model
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.roles import placement as placing
 from yuan_train.planner.roles.decode import DecodeStage
 from yuan_train.planner.roles.engines import (
     EnginePlan,
@@ -30,17 +32,6 @@ from yuan_train.planner.roles.engines import (
     deal,
     with_slots,
     without_idle_slots,
-)
-from yuan_train.planner.roles.placement import (
-    Placement,
-    PolicyWork,
-    RewardWork,
-    RolesProblem,
-    engine_rates,
-    part_of_cluster,
-    place,
-    policy_work,
-    reward_work,
 )
 from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.search import search_plan, usable_cards
@@ -53,8 +44,6 @@ MAX_COUNTS = 8
 """Of a group of more cards, so many numbers are tried for a role: multiples of an eighth."""
 LEAST_SECONDS = 2.0
 """Of a search for the policy's plan, however little time is left."""
-
-
 MAX_WAYS = 256
 """Combinations of engines over the groups; if there are more, each group has its best by itself."""
 MAX_STAGES = 8
@@ -64,8 +53,8 @@ MAX_STAGES = 8
 class RolesResult:
     """The placement found, and what the report says about it."""
 
-    best: Placement
-    others: tuple[Placement, ...]
+    best: placing.Placement
+    others: tuple[placing.Placement, ...]
     """The best of each other mode and way to share cards that was priced, then further splits."""
     lower_bound_seconds: float
     exact: bool
@@ -79,7 +68,7 @@ class RolesResult:
 class RolesSearch:
     """One search: the costs of the whole cluster, and what was looked up already."""
 
-    problem: RolesProblem
+    problem: placing.RolesProblem
     clock: Callable[[], float] = time.monotonic
     costs: Costs = field(init=False)
     ways: EngineWays = field(init=False)
@@ -87,37 +76,27 @@ class RolesSearch:
 
     def __post_init__(self) -> None:
         self.costs = make_costs(self.problem.policy)
-        rates = engine_rates(self.problem, self.costs.topology)
+        rates = placing.engine_rates(self.problem, self.costs.topology)
         self.ways = EngineWays(self.problem, rates)
         self._started = self.clock()
-        self._policies: dict[tuple[tuple[int, ...], bool], list[PolicyWork]] = {}
+        self._policies: dict[tuple[tuple[int, ...], bool], list[placing.PolicyWork]] = {}
         self._bounds: dict[tuple[int, ...], float] = {}
         self._generations: dict[tuple[int, ...], list[Generation]] = {}
-        usable, _ = usable_cards(self.problem.policy, use_all=False)
-        names = {card.name for card in usable}
         groups: dict[str, list[Card]] = {}
-        for card in self.problem.policy.cluster.cards:
-            if card.name in names:
-                groups.setdefault(self.problem.policy.cluster.groups[card.node].name, []).append(card)
+        for card in usable_cards(self.problem.policy, use_all=False)[0]:
+            groups.setdefault(self.problem.policy.cluster.groups[card.node].name, []).append(card)
         self.groups = list(groups.values())
         self.refusal = ""
         """Why the policy did not fit the last cards that it was tried on."""
 
     # --- splits ------------------------------------------------------------------------------------------
 
-    def splits(self) -> Iterator[Split]:
-        """Every split in which policy and generation, and a reward model, have cards of their own."""
-        for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
-            totals = [sum(part) for part in zip(*counts, strict=True)]
-            if totals[0] and totals[1] and bool(totals[2]) == (self.problem.reward_model is not None):
-                yield counts
-
-    def shared_splits(self) -> Iterator[Split]:
-        """Every split in which all cards but a reward model's train and generate in turns."""
+    def splits(self, *, shared: bool = False) -> Iterator[Split]:
+        """Every split of cards over roles; `shared`: all but a reward model's train and generate in turns."""
         scores = self.problem.reward_model is not None
         for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
             policy, generation, reward = (sum(part) for part in zip(*counts, strict=True))
-            if policy and not generation and bool(reward) == scores:
+            if policy and bool(generation) != shared and bool(reward) == scores:
                 yield counts
 
     def _shares(self, count: int) -> list[tuple[int, int, int]]:
@@ -148,14 +127,14 @@ class RolesSearch:
 
     # --- the policy --------------------------------------------------------------------------------------
 
-    def policies(self, split: Split, *, thorough: bool = True) -> list[PolicyWork]:
+    def policies(self, split: Split, *, thorough: bool = True) -> list[placing.PolicyWork]:
         """Plans of the policy on its cards, the fastest first; empty if none fits."""
         key = tuple(counts[0] for counts in split), thorough
         if key not in self._policies:
             self._policies[key] = self._search_policy(split, thorough=thorough)
         return self._policies[key]
 
-    def _search_policy(self, split: Split, *, thorough: bool) -> list[PolicyWork]:
+    def _search_policy(self, split: Split, *, thorough: bool) -> list[placing.PolicyWork]:
         problem = self.problem
         own = replace(problem.policy, cluster=self._policy_cluster(split))
         left = problem.time_limit - (self.clock() - self._started)
@@ -168,19 +147,18 @@ class RolesSearch:
             return []
         self.stopped = self.stopped or result.stopped
         costs = make_costs(own)
-        found = [
-            policy_work(problem, costs, candidate.plan, candidate.cost)
-            for candidate in (result.best, *result.runners_up)
-        ]
+        found = (
+            placing.policy_work(problem, costs, one.plan, one.cost)
+            for one in (result.best, *result.runners_up)
+        )
         return sorted(found, key=lambda work: work.training_seconds)
 
     def _policy_cluster(self, split: Split) -> Cluster:
         cards = [card for group in self.cards_of(split, 0) for card in group]
-        return part_of_cluster(self.problem.policy.cluster, cards)
+        return placing.part_of_cluster(self.problem.policy.cluster, cards)
 
     def training_bound(self, split: Split) -> float:
-        """Seconds that no plan of the policy's cards can beat; inf if they cannot hold weights and
-        gradients."""
+        """Seconds that no plan of the policy's cards beats; inf if they cannot hold weights and gradients."""
         key = tuple(counts[0] for counts in split)
         if key not in self._bounds:
             self._bounds[key] = self._training_bound(split)
@@ -221,7 +199,7 @@ class RolesSearch:
 
     # --- placements --------------------------------------------------------------------------------------
 
-    def reward(self, split: Split) -> RewardWork | None:
+    def reward(self, split: Split) -> placing.RewardWork | None:
         """The reward model on its cards, as narrow as it fits; None if there is none, or none fits."""
         model = self.problem.reward_model
         if model is None:
@@ -230,7 +208,7 @@ class RolesSearch:
         for width in [1] if model.num_experts else WIDTHS:
             groups = list(groups_of(cards, width))
             if groups and all(size % width == 0 for size in model.spec.tensor_sizes(model).values()):
-                work = reward_work(self.problem, model, groups)
+                work = placing.reward_work(self.problem, model, groups)
                 if work is not None:
                     return work
         return None
@@ -262,8 +240,7 @@ class RolesSearch:
         return min(bounds, default=math.inf)
 
     def _generation_roofline(self, split: Split) -> float:
-        """All cards multiply at their peaks, and read keys and values; 0 if a card's rounds are measured,
-        which may be faster."""
+        """All cards multiply at their peaks, and read keys and values; 0 if some rounds are measured."""
         load = self.problem.load
         cards = [card for group in self.cards_of(split, 0) for card in group]
         if {card.type for card in cards} & {name for name, _ in self.ways.rates.measured}:
@@ -279,64 +256,36 @@ class RolesSearch:
             cache * layers / math.fsum(rate.bytes_per_second for rate in rates),
         )
 
-    def placements(self, split: Split, *, shared: bool, thorough: bool = True) -> list[Placement]:
+    def placements(self, split: Split, *, shared: bool, thorough: bool = True) -> list[placing.Placement]:
         """The best placement of a split in each mode; empty if a role does not fit its cards."""
         reward = self.reward(split)
         if self.problem.reward_model is not None and reward is None:
             return []
-        works = self.policies(split, thorough=thorough)
-        if not works:
-            return []
+        works, modes = self.policies(split, thorough=thorough), self.problem.modes
+        pairs = [(work, way) for work in works[:1] if not shared for way in self.generations(split)]
         if shared:
             pairs = [(work, way) for work in works if (way := self.ways.shared_generation(work)) is not None]
-            return self._best(pairs, split, reward, ("sync",), shared=True)
-        pairs = [(works[0], way) for way in self.generations(split)]
-        return self._best(pairs, split, reward, self.problem.modes, shared=False)
-
-    def _best(
-        self,
-        pairs: Sequence[tuple[PolicyWork, Generation]],
-        split: Split,
-        reward: RewardWork | None,
-        modes: Sequence[str],
-        *,
-        shared: bool,
-    ) -> list[Placement]:
-        found: list[Placement] = []
-        for mode in modes:
-            placed = [
-                place(
-                    self.problem,
-                    self.costs,
-                    mode=mode,
-                    split=split,
-                    policy=work,
-                    generation=way,
-                    reward=reward,
-                    shared=shared,
-                )
-                for work, way in pairs
-            ]
-            found += [min(placed, key=lambda p: p.step_seconds)] if placed else []
-        return found
+            modes = ("sync",)
+        put = functools.partial(
+            placing.place, self.problem, self.costs, split=split, reward=reward, shared=shared
+        )
+        placed = ([put(mode=mode, policy=work, generation=way) for work, way in pairs] for mode in modes)
+        return [min(own, key=lambda placement: placement.step_seconds) for own in placed if own]
 
 
-def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> RolesResult:
-    """The fastest placement that fits; `search` may have looked up some costs already.
-
-    Raises NoPlanFits, naming the role in the way, if none fits.
-    """
+def search_roles(problem: placing.RolesProblem, search: RolesSearch | None = None) -> RolesResult:
+    """The fastest placement that fits; `search` may have looked up some costs already. Raises NoPlanFits,
+    naming the role in the way, if none fits."""
     search = search or RolesSearch(problem)
     clock, began = search.clock, search.clock()
     waiting: list[tuple[float, Split, bool]] = []
-    if "apart" in problem.placements:
-        waiting += [(search.bound(split, shared=False), split, False) for split in search.splits()]
-    if "shared" in problem.placements and "sync" in problem.modes:
-        waiting += [(search.bound(split, shared=True), split, True) for split in search.shared_splits()]
+    ways = ["apart" in problem.placements, "shared" in problem.placements and "sync" in problem.modes]
+    for shared in (shared for shared in (False, True) if ways[shared]):
+        waiting += [(search.bound(own, shared=shared), own, shared) for own in search.splits(shared=shared)]
     num_splits = len(waiting)
     waiting = sorted((item for item in waiting if math.isfinite(item[0])), key=lambda item: item[0])
     lowest = waiting[0][0] if waiting else math.inf
-    found: list[Placement] = []
+    found: list[placing.Placement] = []
     tried: list[tuple[float, float, Split, bool]] = []
     best, priced, stopped = math.inf, 0, False
     # First all splits in short, then thoroughly, the most promising ones first.
@@ -376,31 +325,26 @@ def search_roles(problem: RolesProblem, search: RolesSearch | None = None) -> Ro
     )
 
 
-def _fastest_of_each(found: Sequence[Placement]) -> list[Placement]:
+def _fastest_of_each(found: Sequence[placing.Placement]) -> list[placing.Placement]:
     """Of each split and mode the fastest placement, the fastest first."""
-    fastest: dict[tuple[Split, str, bool], Placement] = {}
+    fastest: dict[tuple[Split, str, bool], placing.Placement] = {}
     for placement in sorted(found, key=lambda placement: placement.step_seconds):
         fastest.setdefault((placement.split, placement.mode, placement.shared), placement)
     return list(fastest.values())
 
 
-def _others(ranked: Sequence[Placement]) -> tuple[Placement, ...]:
+def _others(ranked: Sequence[placing.Placement]) -> tuple[placing.Placement, ...]:
     """The best of each other mode and way, then the next best splits; six at most."""
-    kinds = {(ranked[0].mode, ranked[0].shared)}
-    first: list[Placement] = []
-    rest: list[Placement] = []
-    for placement in ranked[1:]:
-        kind = (placement.mode, placement.shared)
-        (rest if kind in kinds else first).append(placement)
-        kinds.add(kind)
-    return tuple(sorted([*first, *rest][:6], key=lambda placement: placement.step_seconds))
+    firsts = {(placement.mode, placement.shared): placement for placement in reversed(ranked)}
+    new = {id(placement) for placement in firsts.values()}
+    others = sorted(ranked[1:], key=lambda placement: id(placement) not in new)
+    return tuple(sorted(others[:6], key=lambda placement: placement.step_seconds))
 
 
 def _why_nothing_fits(search: RolesSearch) -> str:
     """The role that fits no split."""
-    apart, shared = list(search.splits()), list(search.shared_splits())
-    trainable = [split for split in (*apart, *shared) if math.isfinite(search.training_bound(split))]
-    if not trainable:
+    apart, shared = list(search.splits()), search.splits(shared=True)
+    if not any([math.isfinite(search.training_bound(split)) for split in (*apart, *shared)]):
         beside = "and its critic" if search.problem.policy.critic else "alone"
         return (
             f"no split fits: weights and gradients of the policy {beside} are more than the cards' memory; "
@@ -424,37 +368,30 @@ def _why_nothing_fits(search: RolesSearch) -> str:
 class EngineWays:
     """The engines of a problem."""
 
-    problem: RolesProblem
+    problem: placing.RolesProblem
     rates: EngineRates
 
     def list_generations(self, groups: Sequence[Sequence[Card]]) -> list[Generation]:
         """The ways in which the cards of each group can be engines; empty if the model does not fit them."""
         ways = [list(self._ways(cards)) or [()] for cards in groups]
         if math.prod(map(len, ways)) > MAX_WAYS:
-            ways = [[max(own, key=self._rate)] for own in ways]
-        found: list[Generation] = []
-        for choice in itertools.product(*ways):
-            engines = tuple(engine for own in choice for engine in own)
-            if engines:
-                found.append(Generation(engines, self.rates))
-        if not found:
+            speed = self.rates.samples_per_second
+            ways = [[max(own, key=lambda engines: math.fsum(map(speed, engines)))] for own in ways]
+        found = [tuple(itertools.chain(*choice)) for choice in itertools.product(*ways)]
+        if not any(found):
             chain = self._chain([card for cards in groups for card in cards])
-            found = [Generation((chain,), self.rates)] if chain is not None else []
-        return [without_idle_slots(generation) for generation in found]
-
-    def _rate(self, engines: Sequence[EnginePlan]) -> float:
-        return math.fsum(self.rates.samples_per_second(engine) for engine in engines)
+            found = [(chain,)] if chain is not None else []
+        return [without_idle_slots(Generation(engines, self.rates)) for engines in found if engines]
 
     def _ways(self, cards: Sequence[Card]) -> Iterator[tuple[EnginePlan, ...]]:
         """Equal engines on cards of one group, by width; of several stages only where one does not hold."""
         for width in self._widths():
             groups = list(groups_of(cards, width))
             for num_stages in range(1, min(len(groups), MAX_STAGES) + 1):
-                chunks = [
-                    groups[i : i + num_stages] for i in range(0, len(groups) - num_stages + 1, num_stages)
-                ]
-                engines = [self._engine(chunk, [1.0] * num_stages) for chunk in chunks]
-                if engines and all(engine is not None for engine in engines):
+                starts = range(0, len(groups) - num_stages + 1, num_stages)
+                made = (self._engine(groups[i : i + num_stages], [1.0] * num_stages) for i in starts)
+                engines = tuple(itertools.takewhile(bool, made))
+                if len(engines) == len(starts):
                     yield tuple(engine for engine in engines if engine is not None)
                     break
 
@@ -497,32 +434,23 @@ class EngineWays:
             return None
         for width in self._widths():
             groups = list(groups_of(cards, width))
-            if not groups or len(groups) * width < len(cards):
-                continue
-            rates = list(map(self.rates.decoder.rates, groups))
-            engine = self._engine(groups, [rate.bytes_per_second for rate in rates])
-            if engine is not None:
+            weights = [self.rates.decoder.rates(group).bytes_per_second for group in groups]
+            whole = groups and len(groups) * width == len(cards)
+            if whole and (engine := self._engine(groups, weights)) is not None:
                 return engine
         return None
 
-    def shared_generation(self, work: PolicyWork) -> Generation | None:
+    def shared_generation(self, work: placing.PolicyWork) -> Generation | None:
         """The policy's pipelines as engines, in the memory that training leaves; None if a group does not
-        fit, or if a card has several stages.
-
-        Each answers its part of the batch, and all have as many slots as the largest part fills.
-        """
+        fit, or if a card has several stages. Each answers its part of the batch, and all have as many slots
+        as the largest part fills."""
         shares = tuple(p.num_sequences / work.plan.global_batch_size for p in work.plan.pipelines)
         limit = max(deal(self.problem.load.prompts, shares)) * self.problem.load.group
-        most = self._shared_slots(work, limit)
-        engines = self._pipelines(work, most) if most else None
-        return Generation(engines, self.rates, shares) if engines is not None else None
-
-    def _shared_slots(self, work: PolicyWork, limit: int) -> int:
-        """The most slots that every pipeline has room for; 0 if there are none."""
         found = self._pipelines(work, limit)
-        return min(engine.slots for engine in found) if found else 0
+        engines = found and self._pipelines(work, min(engine.slots for engine in found))
+        return Generation(engines, self.rates, shares) if engines else None
 
-    def _pipelines(self, work: PolicyWork, limit: int) -> tuple[EnginePlan, ...] | None:
+    def _pipelines(self, work: placing.PolicyWork, limit: int) -> tuple[EnginePlan, ...] | None:
         """The policy's pipelines as engines of at most so many slots."""
         engines: list[EnginePlan] = []
         for p, pipeline in enumerate(work.plan.pipelines):

@@ -25,7 +25,7 @@ NUM_COSTED = 6
 fastest kind may not fit."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Pairing:
     """The cards of each pair, by pipeline: pairs[d][i] = (cards for attention, cards for feed-forwards)."""
 
@@ -49,10 +49,8 @@ def alternating_plans(space: Space, known: Sequence[Candidate]) -> list[Candidat
     kinds = ([p for p in pairings if p.recompute == kind][:NUM_COSTED] for kind in options.recompute)
     found: list[Candidate] = []
     for pairing in itertools.chain.from_iterable(kinds):
-        if space.is_over():
-            break
-        candidate = judge(space, _plan_of(costs, pairing, options))
-        found += [candidate] if candidate is not None else []
+        if not space.is_over() and (one := judge(space, _plan_of(costs, pairing, options))) is not None:
+            found.append(one)
     return found
 
 
@@ -88,16 +86,8 @@ def _of_pairs(
         allowed = options.num_micro_batches
         if odd or not count or max(replicas) > count or (allowed is not None and count not in allowed):
             continue
-        for split in range(1, -(-num_layers // depth) + 1):
-            for whole_first in (True, False):
-                yield _Pairing(
-                    pairs=dealt,
-                    micro_batch_size=size,
-                    num_micro_batches=count,
-                    split=split,
-                    whole_first=whole_first,
-                    recompute=recompute,
-                )
+        for split, whole_first in itertools.product(range(1, -(-num_layers // depth) + 1), (True, False)):
+            yield _Pairing(dealt, size, count, split, whole_first, recompute)
 
 
 def _divisors(number: int) -> tuple[int, ...]:
@@ -107,7 +97,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 def _grouped(cards: Sequence[Card], count: int) -> list[tuple[Card, ...]]:
     """Neighbouring cards, in so many equal groups."""
     size = len(cards) // count
-    return [tuple(cards[i * size : (i + 1) * size]) for i in range(count)]
+    return [tuple(cards[i : i + size]) for i in range(0, len(cards), size)]
 
 
 def _layers_of(num_layers: int, depth: int) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,25 +89,22 @@ class _Ways:
     def __init__(self, costs: Costs, types: Sequence[str], options: Options, size: int) -> None:
         self.costs, self.options, self.size = costs, options, size
         ways = list(itertools.product(options.tensor, options.recompute))
-        parts = {name: [(w, costs.of(name, size, r, w)) for w, r in ways] for name in types}
-        units = {name: [(w, self._units(part)) for w, part in own] for name, own in parts.items()}
-        self.work = {
-            name: np.array([[w * u.seconds / size for u in row] for w, row in own])
-            for name, own in units.items()
-        }
-        """[W, U] of each type: seconds of all cards of a group for one sequence of each unit."""
-        self.held = {
-            name: np.array([[self._state_bytes(u, i) for i, u in enumerate(row)] for _, row in own])
-            for name, own in units.items()
-        }
-        """[W, U]: bytes on each card that leave it under no key."""
-        self.kept = {
-            name: np.array(
-                [[0.0 if options.offload_activations else u.activation_bytes for u in row] for _, row in own]
-            )
-            for name, own in units.items()
-        }
-        """[W, U]: of one micro-batch in flight."""
+        units = {name: [(w, self._units(costs.of(name, size, r, w))) for w, r in ways] for name in types}
+        stays = 0.0 if options.offload_activations else 1.0
+
+        def each(figure: Callable[[int, int, UnitCost], float]) -> dict[str, Floats]:
+            """[W, U] of each type."""
+            return {
+                name: np.array([[figure(w, i, u) for i, u in enumerate(row)] for w, row in own])
+                for name, own in units.items()
+            }
+
+        self.work = each(lambda w, _, u: w * u.seconds / size)
+        """Seconds of all cards of a group for one sequence of each unit."""
+        self.held = each(lambda _, i, u: self._state_bytes(u, i))
+        """Bytes on each card that leave it under no key."""
+        self.kept = each(lambda _, i, u: stays * u.activation_bytes)
+        """Of one micro-batch in flight."""
         rows = [row for own in units.values() for _, row in own]
         self.forward = np.min([[u.forward_seconds for u in row] for row in rows], axis=0)
         self.both = np.min([[u.seconds for u in row] for row in rows], axis=0)
@@ -172,13 +169,9 @@ def shape_bound(costs: Costs, shape: Shape, options: Options) -> float:
         row = costs.fastest_of(group[0], shape.micro_batch_size, options.recompute)
         rows[id(row)] = row
         kinds[id(row), len(group)] += number
-    return _area_bound(
-        np.array([rows[row] for row, _ in kinds]),
-        np.array(list(kinds.values())),
-        np.array([replicas for _, replicas in kinds]),
-        shape.num_micro_batches,
-        split=shape.schedule in SPLIT_SCHEDULES,
-    )
+    work, replicas = np.array([rows[row] for row, _ in kinds]), np.array([count for _, count in kinds])
+    split = shape.schedule in SPLIT_SCHEDULES
+    return _area_bound(work, np.array(list(kinds.values())), replicas, shape.num_micro_batches, split=split)
 
 
 def _area_bound(

@@ -25,10 +25,6 @@ class TimeLimit:
     started: float
     seconds: float
 
-    def is_over(self, share: float = 1.0) -> bool:
-        """Whether that share of the time is over."""
-        return self.clock() - self.started > share * self.seconds
-
 
 @dataclass(frozen=True)
 class Space:
@@ -40,9 +36,9 @@ class Space:
     options: Options
     limit: TimeLimit
 
-    def is_over(self) -> bool:
-        """Whether the time for it is."""
-        return self.limit.is_over()
+    def is_over(self, share: float = 1.0) -> bool:
+        """Whether that share of the time for it is."""
+        return self.limit.clock() - self.limit.started > share * self.limit.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +53,6 @@ class Candidate:
     def step_seconds(self) -> float:
         return self.cost.step_seconds
 
-    @property
-    def bounds(self) -> tuple[tuple[float, float], ...]:
-        """Layers of each stage of the first pipeline."""
-        return tuple(stage.layers for stage in self.plan.pipelines[0].stages)
-
-    @property
-    def cards(self) -> frozenset[Card]:
-        return frozenset(card for stage in self.cost.stages for card in stage.cards)
-
 
 def first_shape(plan: Plan, cost: PlanCost) -> Shape:
     """The shape of a plan's first pipeline; for mixed pipelines where no shape has a candidate."""
@@ -78,8 +65,7 @@ def first_shape(plan: Plan, cost: PlanCost) -> Shape:
 
 
 def judge(space: Space, plan: Plan, shape: Shape | None = None) -> Candidate | None:
-    """The plan with its cost, and its first pipeline's shape unless it is given; None if the search keys do
-    not want it, or it does not fit."""
+    """The plan with cost and shape (else its first pipeline's); None if it is not wanted or does not fit."""
     if not is_wanted(plan, space.options):
         return None
     cost = cost_plan(space.costs, plan)
@@ -92,7 +78,9 @@ def is_wanted(plan: Plan, options: Options) -> bool:
     run it."""
     if not _keeps_keys(plan, options) or next(validate_plan(plan), None) is not None:
         return False
-    spared = _has_pages(plan) or divides_experts(plan)
+    # With pages of a host no state is sharded.
+    pages = any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
+    spared = pages or divides_experts(plan)
     if True in options.sharded and not spared and unlike_owners(plan) is not None:
         return False
     return not options.expressible or is_expressible(plan)
@@ -113,38 +101,27 @@ def _keeps_keys(plan: Plan, options: Options) -> bool:
     )
 
 
-def _has_pages(plan: Plan) -> bool:
-    """Whether layers are pages of a host, with which no state is sharded."""
-    return any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
-
-
 def beside_cards(plan: Plan) -> int:
-    """How much of the engine beside the cards a plan uses: 0 nothing, 1 optimizer state on hosts, 2
-    activations too, 3 pages of parameters or disks."""
+    """What a plan uses beside cards: 0 nothing, 1 state on hosts, 2 activations too, 3 pages or disks."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    if any(stage.parameter_offload or stage.optimizer_disk for stage in stages):
-        return 3
-    if any(stage.activation_offload for stage in stages):
-        return 2
-    return int(any(stage.optimizer_offload for stage in stages))
+    tiers = (
+        any(stage.optimizer_offload for stage in stages),
+        any(stage.activation_offload for stage in stages),
+        any(stage.parameter_offload or stage.optimizer_disk for stage in stages),
+    )
+    return max(number * used for number, used in enumerate(tiers, 1))
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by `_text`. The
+    """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by their text. The
     fastest that uses no more beside the cards than some number (`beside_cards`) stays, however slow."""
 
-    def seconds(candidate: Candidate) -> float:
-        return candidate.step_seconds
-
-    ordered = sorted(candidates, key=seconds)
+    ordered = sorted(candidates, key=lambda c: c.step_seconds)
     finalists = ordered[:MAX_FINALISTS]
     for candidate in ordered[MAX_FINALISTS:]:
         if beside_cards(candidate.plan) < min(beside_cards(one.plan) for one in finalists):
             finalists.append(candidate)
-    return sorted(
-        finalists,
-        key=lambda c: (float(f"{seconds(c):.8e}"), len(c.plan.ranks), _text(c.plan)),
-    )
+    return sorted(finalists, key=lambda c: (float(f"{c.step_seconds:.8e}"), len(c.plan.ranks), _text(c.plan)))
 
 
 def _text(plan: Plan) -> str:

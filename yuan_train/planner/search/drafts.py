@@ -16,17 +16,10 @@ from dataclasses import dataclass
 
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of
-from yuan_train.planner.native.evaluator import (
-    MAX_REPLICAS,
-    NUM_SIZES,
-    DraftTable,
-    PipelineRow,
-    SpaceTable,
-    StageRow,
-)
+from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.disks import with_disks
+from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options, Shape
 
 FEW_CARDS = 56
@@ -75,31 +68,29 @@ class FoundDrafts:
 
 
 def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
-    """The fastest plans that the core finds, from shapes and from random drafts; none where it has no tables
-    of the problem."""
+    """The fastest plans that the core finds, from shapes and random drafts; none where it has no tables."""
     costs, options = space.costs, space.options
     sizes, found = options.all_sizes, list[Candidate]()
-    any_fits, num_priced = False, 0
+    any_fits, num_priced, num_cards = False, 0, len(space.cards)
+    most = options.effort * max(BUDGET_PER_CARD * min(num_cards, FEW_CARDS), LEAST_BUDGET)
+    budget = int(min(most * min(1.0, FEW_CARDS / num_cards), BUDGET_PER_SECOND * space.limit.seconds))
     # The core has room for so many sizes at a time.
-    for first in range(0, len(sizes), NUM_SIZES):
-        some = sizes[first : first + NUM_SIZES]
+    for first in range(0, len(sizes), core.NUM_SIZES):
+        some = sizes[first : first + core.NUM_SIZES]
         tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
         if tables is None:
             continue
-        search = _Search(tables, _budget(len(space.cards), options, space.limit.seconds), space.is_over)
-        drafts = [draft_of_shape(tables, shape) for shape in _some(shapes, MOST_SHAPES)]
+        search = _Search(tables, budget, space.is_over)
+        # At most so many of the shapes, in even steps.
+        count = min(len(shapes), MOST_SHAPES)
+        drafts = [draft_of_shape(tables, shapes[i * len(shapes) // count]) for i in range(count)]
         shaped = [draft for draft in drafts if draft is not None]
         wanted = draft_space(options, costs.problem)
         pools = search_space(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards)
         # Those that keep to the cards may be preferred to faster ones.
-        most = NUM_JUDGED, NUM_JUDGED_BESIDE
-        near = [
-            own
-            for pool, n in zip(pools, most, strict=True)
-            for own in pool[:n]
-            if own[0] <= NEAR * pool[0][0]
-        ]
-        plans = (plan_of(tables, draft) for _, draft in near)
+        tops = (pool[:n] for pool, n in zip(pools, (NUM_JUDGED, NUM_JUDGED_BESIDE), strict=True))
+        near = [draft for top in tops for step, draft in top if step <= NEAR * top[0][0]]
+        plans = (plan_of(tables, draft) for draft in near)
         if options.offload_disk:
             plans = (with_disks(costs, plan) for plan in plans)
         found += [one for plan in plans if (one := judge(space, plan)) is not None]
@@ -107,49 +98,39 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
     return FoundDrafts(tuple(found), any_fits=any_fits, num_priced=num_priced)
 
 
-def draft_of_shape(tables: Tables, shape: Shape) -> DraftTable | None:
+def draft_of_shape(tables: Tables, shape: Shape) -> core.DraftTable | None:
     """Equal pipelines of a shape's slots, without layers; None if a draft cannot have them."""
-    rows: list[StageRow] = []
+    rows: list[core.StageRow] = []
     for d, slot in itertools.product(range(shape.num_pipelines), shape.slots):
         group = slot[d]
-        if len(group) > MAX_REPLICAS:
+        if len(group) > core.MAX_REPLICAS:
             return None
-        row = StageRow(width=len(group[0]), num_replicas=len(group), share=1.0)
+        row = core.StageRow(width=len(group[0]), num_replicas=len(group), share=1.0)
         for r, replica in enumerate(group):
             row.pools[r] = tables.pool_of[replica[0].name]
         rows.append(row)
     if shape.micro_batch_size not in tables.sizes:
         return None
-    size, count, stages = (
-        tables.sizes.index(shape.micro_batch_size),
-        shape.num_micro_batches,
-        len(shape.slots),
-    )
-    lines = [PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
-    draft = DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
+    size, stages = tables.sizes.index(shape.micro_batch_size), len(shape.slots)
+    count = shape.num_micro_batches
+    lines = [core.PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
+    draft = core.DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
     draft.num_pipelines, draft.num_stages = len(lines), len(rows)
-    draft.pipelines, draft.stages = (PipelineRow * len(lines))(*lines), (StageRow * len(rows))(*rows)
+    draft.pipelines, draft.stages = (
+        (core.PipelineRow * len(lines))(*lines),
+        (core.StageRow * len(rows))(*rows),
+    )
     return draft
 
 
-def is_short(tables: Tables, draft: DraftTable) -> bool:
+def is_short(tables: Tables, draft: core.DraftTable) -> bool:
     """Whether a draft recomputes, or leaves a card out, which it may do for want of memory."""
-    rows: list[StageRow] = draft.stages[: draft.num_stages]
+    rows: list[core.StageRow] = draft.stages[: draft.num_stages]
     used = sum(row.num_replicas * row.width for row in rows if not row.worker)
     return used < tables.problem.num_cards or any(row.num_recomputed for row in rows)
 
 
-def _some(shapes: Sequence[Shape], most: int) -> Sequence[Shape]:
-    """At most so many of them, in even steps."""
-    return shapes if len(shapes) <= most else [shapes[i * len(shapes) // most] for i in range(most)]
-
-
-def _budget(num_cards: int, options: Options, limit_seconds: float) -> int:
-    most = options.effort * max(BUDGET_PER_CARD * min(num_cards, FEW_CARDS), LEAST_BUDGET)
-    return int(min(most * min(1.0, FEW_CARDS / num_cards), BUDGET_PER_SECOND * limit_seconds))
-
-
-_Known = tuple[float, DraftTable]
+_Known = tuple[float, core.DraftTable]
 """A draft, and its step in seconds."""
 
 
@@ -162,7 +143,7 @@ class _Search:
 
     def run(
         self,
-        space: SpaceTable,
+        space: core.SpaceTable,
         share: float,
         given: Sequence[_Known] = (),
         *,
@@ -189,7 +170,7 @@ class _Search:
 
 
 def search_space(
-    search: _Search, space: SpaceTable, shaped: Sequence[DraftTable], *, keeps_to_cards: bool
+    search: _Search, space: core.SpaceTable, shaped: Sequence[core.DraftTable], *, keeps_to_cards: bool
 ) -> tuple[list[_Known], list[_Known]]:
     """The fastest drafts that keep to the cards, and those with something beside them.
 
@@ -210,9 +191,8 @@ def search_space(
         found = [search.run(hosts, RESTART, on_cards[:NUM_GIVEN], goes_on=True)]
         if not on_cards or is_short(search.tables, on_cards[0][1]):
             found += _restarted(search, [space.changed(schedules=schedules) for schedules in sets])
-            for draft in shaped:
-                for row in draft.stages[: draft.num_stages]:
-                    row.may_offload = space.may_offload
+            for row in (row for draft in shaped for row in draft.stages[: draft.num_stages]):
+                row.may_offload = space.may_offload
             found.append(search.run(hosts, OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
         beside = _fastest(list(itertools.chain(*found)))
         most = PROMISING_BESIDE if keeps_to_cards and on_cards else 1.0
@@ -229,7 +209,7 @@ def search_space(
     return (split, []) if only else (_fastest([*on_cards, *split]), beside)
 
 
-def _restarted(search: _Search, spaces: Sequence[SpaceTable]) -> list[list[_Known]]:
+def _restarted(search: _Search, spaces: Sequence[core.SpaceTable]) -> list[list[_Known]]:
     """What searches of each space find, and more of the one whose drafts are faster."""
     small = search.tables.problem.num_cards <= SMALL_CARDS
     times, share = (SMALL_TIMES, RESTART / 2) if small else (1, RESTART)
@@ -240,7 +220,7 @@ def _restarted(search: _Search, spaces: Sequence[SpaceTable]) -> list[list[_Know
     return [run for own in (*found, further) for run in own]
 
 
-def _continued(search: _Search, space: SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
+def _continued(search: _Search, space: core.SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
     """The fastest drafts after rounds that go on from the fastest one of each search, while they gain."""
     runs = [run for run in found if run]
     for number in range(1, MOST_ROUNDS + 1 if runs else 1):
@@ -263,15 +243,18 @@ def _fastest(found: Sequence[_Known]) -> list[_Known]:
     return kept[:NUM_JUDGED]
 
 
-def draft_space(options: Options, problem: PlanProblem) -> SpaceTable:
+def draft_space(options: Options, problem: PlanProblem) -> core.SpaceTable:
     """The search keys."""
     allowed, batch = options.num_micro_batches, problem.global_batch_size
     each = None if allowed is None else (c_uint8 * (batch + 1))(*(n in allowed for n in range(batch + 1)))
     schedules = sum(1 << NAMES.index(name) for name in options.all_schedules)
-    replicas = ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= MAX_REPLICAS)
+    replicas = (
+        ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= core.MAX_REPLICAS)
+    )
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
-    return SpaceTable(
-        sum(1 << RECOMPUTES.index(kind) for kind in options.recompute),
+    recompute = sum(1 << RECOMPUTES.index(kind) for kind in options.recompute)
+    return core.SpaceTable(
+        recompute,
         schedules,
         sum(1 << int(sharded) for sharded in options.sharded),
         counts,

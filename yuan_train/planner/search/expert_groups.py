@@ -8,29 +8,24 @@ full. Equal pipelines have equal groups, for all that hold a layer must divide i
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Backend
-from yuan_train.config.plan import Plan, share_only_gloo
+from yuan_train.config.plan import PipelinePlan, Plan, share_only_gloo
 from yuan_train.config.run import Recompute, ScheduleName
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import CardCosts
+from yuan_train.planner.search import local
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.local import (
-    descend,
-    move_batches,
-    move_depths,
-    move_experts,
-    move_layers,
-    move_schedule,
-)
 from yuan_train.planner.search.shapes import Options, Shape, make_plan
 from yuan_train.schedule.schedules import in_flight
 
@@ -48,13 +43,13 @@ LEAST_HOPE = 1.25
 """Divisions are costed if their estimate is within this multiple of the best step: it knows neither deeper
 warm-ups nor partial recompute."""
 
+T = TypeVar("T")
 Grouping = tuple[tuple[Replica, ...], ...]
 """The groups of each stage: one in each pipeline."""
 
 
 def expert_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans found that fit and have a group, improved by moves; none whose estimate is not near the
-    fastest known plan."""
+    """The best plans with groups, improved by moves; none that seem far slower than the fastest."""
     if not may_divide_experts(space):
         return []
     costs, options = space.costs, space.options
@@ -70,20 +65,20 @@ def expert_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
                 if found is not None and found.seconds < limit:
                     divisions.append(found)
     best = sorted(divisions, key=lambda division: division.seconds)[:NUM_COSTED]
-    judged = (judge(space, _plan_of(costs, division, options), division.shape) for division in best)
+    judged = (judge(space, _plan_of(costs, division), division.shape) for division in best)
     costed = [one for one in judged if one is not None]
     costed.sort(key=lambda one: one.step_seconds)
     moves = functools.partial(_moves, options=options)
-    improved = [descend(space, one, moves) for one in costed[:NUM_IMPROVED]]
+    improved = [local.descend(space, one, moves) for one in costed[:NUM_IMPROVED]]
     return [*improved, *costed]
 
 
 def _moves(plan: Plan, *, options: Options) -> Iterator[Plan]:
-    yield from move_layers(plan)
-    yield from move_experts(plan)
-    yield from move_depths(plan)
-    yield from move_batches(plan, options)
-    yield from move_schedule(plan, options)
+    yield from local.move_layers(plan)
+    yield from local.move_experts(plan)
+    yield from local.move_depths(plan)
+    yield from local.move_batches(plan, options)
+    yield from local.move_schedule(plan, options)
 
 
 def may_divide_experts(space: Space) -> bool:
@@ -136,23 +131,17 @@ def _alike(cards: Sequence[Card], options: Options) -> Iterator[list[list[Card]]
         for own in nodes:
             kinds.setdefault(tuple(card.type for card in own), []).append(own)
         if all(len(same) % count == 0 for same in kinds.values()):
-            runs = [_run(same, d, count) for d in range(count) for same in [list(kinds.values())]]
-            yield runs
+            shares = [_shares(same, count) for same in kinds.values()]
+            yield [[card for own in shares for node in own[d] for card in node] for d in range(count)]
         elif all(len(own) % count == 0 for own in nodes):
-            sizes = [len(own) // count for own in nodes]
-            yield [
-                [card for own, n in zip(nodes, sizes, strict=True) for card in own[d * n : (d + 1) * n]]
-                for d in range(count)
-            ]
+            shares = [_shares(own, count) for own in nodes]
+            yield [[card for own in shares for card in own[d]] for d in range(count)]
 
 
-def _run(kinds: Sequence[Sequence[Sequence[Card]]], d: int, count: int) -> list[Card]:
-    """Pipeline d's share of the nodes of each kind."""
-    own: list[Card] = []
-    for same in kinds:
-        n = len(same) // count
-        own += [card for node in same[d * n : (d + 1) * n] for card in node]
-    return own
+def _shares(things: Sequence[T], count: int) -> list[Sequence[T]]:
+    """So many equal parts."""
+    size = len(things) // count
+    return [things[d * size : (d + 1) * size] for d in range(count)]
 
 
 def _cuts(cards: Sequence[Card], options: Options) -> list[tuple[int, ...]]:
@@ -259,40 +248,28 @@ class _Search:
         if depth > num_layers:
             return None
         sharded = self.options.sharded[0]
-        places = [
-            _Place(
-                micro_batch_size=size,
-                num_pipelines=len(grouping[0]),
-                in_flight=in_flight(schedule, stage=s, num_stages=depth, num_micro_batches=count),
-                first=s == 0,
-                last=s == depth - 1,
-                sharded=sharded,
-            )
-            for s in range(depth)
-        ]
-        none = (math.inf, math.inf)
-        best: list[tuple[tuple[float, float], tuple[int, ...]]] = [(none, ())] * (num_layers + 1)
-        best[0] = ((0.0, 0.0), (0,))
-        for s, (groups, place) in enumerate(zip(grouping, places, strict=True)):
-            longest = num_layers - depth + 1
+        # By end: seconds of the slowest stage and of all, and the ends and stages that take them.
+        best: dict[int, tuple[tuple[float, float], tuple[int, ...], tuple[_Stage, ...]]]
+        best = {0: ((0.0, 0.0), (), ())}
+        longest = num_layers - depth + 1
+        for s, groups in enumerate(grouping):
+            deep = in_flight(schedule, stage=s, num_stages=depth, num_micro_batches=count)
+            place = _Place(size, len(groups), deep, s == 0, s == depth - 1, sharded)
             rows = [None, *(self._stage(groups, place, layers) for layers in range(1, longest + 1))]
-            after: list[tuple[tuple[float, float], tuple[int, ...]]] = [(none, ())] * (num_layers + 1)
+            after: dict[int, tuple[tuple[float, float], tuple[int, ...], tuple[_Stage, ...]]] = {}
             for end in range(s + 1, num_layers + 1):
                 for layers in range(1, min(end - s, longest) + 1):
-                    stage, ((slowest, total), ends) = rows[layers], best[end - layers]
-                    if stage is None or not ends:
+                    stage, before = rows[layers], best.get(end - layers)
+                    if stage is None or before is None:
                         continue
+                    (slowest, total), ends, stages = before
                     seconds = max(slowest, stage.seconds), total + stage.seconds
-                    if seconds < after[end][0]:
-                        after[end] = seconds, (*ends, end)
+                    if end not in after or seconds < after[end][0]:
+                        after[end] = seconds, (*ends, end), (*stages, stage)
             best = after
-        (slowest, total), ends = best[num_layers]
-        if not ends:
+        if num_layers not in best:
             return None
-        stages = [
-            self._stage(groups, place, end - start)
-            for groups, place, (start, end) in zip(grouping, places, itertools.pairwise(ends), strict=True)
-        ]
+        (slowest, total), ends, stages = best[num_layers]
         shape = Shape(
             schedule=schedule,
             micro_batch_size=size,
@@ -301,9 +278,8 @@ class _Search:
             sharded=sharded,
         )
         # Units count the embedding before the layers.
-        bounds = (0, *(end + 1 for end in ends[1:-1]), num_layers + 2)
-        done = tuple(stage for stage in stages if stage is not None)
-        return _Division(shape, bounds, done, (count - 1) * slowest + total)
+        bounds = (0, *(end + 1 for end in ends[:-1]), num_layers + 2)
+        return _Division(shape, bounds, stages, (count - 1) * slowest + total)
 
     def _stage(self, groups: tuple[Replica, ...], place: _Place, layers: int) -> _Stage | None:
         """The fastest recompute and counts of a stage with so many layers; None if none fits."""
@@ -343,19 +319,15 @@ class _Search:
         return self.costs.of_experts(card.type, place.micro_batch_size, recompute, experts)
 
     def _most_experts(self, card: Card, width: int, place: _Place, layers: int, recompute: Recompute) -> int:
-        """The most experts of each of so many layers that fit on a card of a group; -1 if none does, not even
-        without experts."""
+        """The most experts of each of so many layers that fit on a card of a group; -1 if no layer fits."""
         key = (card.type, width, place, layers, recompute)
         if key not in self._most:
-            low, high = -1, self.costs.problem.model.num_experts
-            while low < high:
-                middle = (low + high + 1) // 2
-                fits = self._fits(card, width, place, layers, recompute, middle)
-                low, high = (middle, high) if fits else (low, middle - 1)
-            self._most[key] = low
+            counts = range(self.costs.problem.model.num_experts + 1)
+            over = functools.partial(self._is_over, card, width, place, layers, recompute)
+            self._most[key] = bisect.bisect_left(counts, True, key=over) - 1
         return self._most[key]
 
-    def _fits(
+    def _is_over(
         self, card: Card, width: int, place: _Place, layers: int, recompute: Recompute, experts: int
     ) -> bool:
         own, none = (self._of(card, place, recompute, n) for n in (experts, 0))
@@ -377,26 +349,17 @@ class _Search:
             optimizer_share=((total - away) / others + away / owners) / total if total else 1.0,
             packed_share=copied,
         )
-        return memory.total <= self.costs.problem.usable_bytes(card.type)
+        return memory.total > self.costs.problem.usable_bytes(card.type)
 
 
-def _plan_of(costs: Costs, division: _Division, options: Options) -> Plan:
+def _plan_of(costs: Costs, division: _Division) -> Plan:
     """The plan of a division, the counts of each group in it."""
-    plan = make_plan(
-        costs,
-        division.shape,
-        order=range(len(division.stages)),
-        bounds=division.bounds,
-        recompute=[stage.recompute for stage in division.stages],
-    )
-    pipelines = tuple(
-        replace(
-            pipeline,
-            stages=tuple(
-                replace(stage, experts=own.counts if len(own.counts) > 1 else None)
-                for stage, own in zip(pipeline.stages, division.stages, strict=True)
-            ),
-        )
-        for pipeline in plan.pipelines
-    )
-    return replace(plan, pipelines=pipelines)
+    kinds: list[Recompute] = [stage.recompute for stage in division.stages]
+    order = range(len(kinds))
+    plan = make_plan(costs, division.shape, order=order, bounds=division.bounds, recompute=kinds)
+    pipelines: list[PipelinePlan] = []
+    for pipeline in plan.pipelines:
+        counts = (own.counts if len(own.counts) > 1 else None for own in division.stages)
+        stages = zip(pipeline.stages, counts, strict=True)
+        pipelines.append(replace(pipeline, stages=tuple(replace(s, experts=own) for s, own in stages)))
+    return replace(plan, pipelines=tuple(pipelines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
@@ -16,7 +16,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, rank
 from yuan_train.planner.search.drafts import FEW_CARDS, search_drafts
 from yuan_train.planner.search.islands import search_islands
-from yuan_train.planner.search.prove import NOTHING_PROVEN, Proof, is_provable, prove_shapes
+from yuan_train.planner.search.prove import NOTHING_PROVEN, is_provable, prove_shapes
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, wanted_shapes
 from yuan_train.planner.search.special import check_special, may_be_special, with_special_plans
 
@@ -44,8 +44,7 @@ class Plans:
 def find_plans(
     costs: Costs, cards: Sequence[Card], options: Options, limit: TimeLimit
 ) -> tuple[Space, Plans]:
-    """The space, and its fastest plans: of many cards as islands, else of the shapes and beside them. Raises
-    ConfigError if the search keys allow none."""
+    """The space, and its fastest plans, of many cards as islands. Raises ConfigError if none is allowed."""
     space = Space(costs, cards, options, limit)
     check_special(space)
     large = rank(search_islands(space))
@@ -57,12 +56,14 @@ def find_plans(
 
 
 def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
-    """The shapes, at most so many if there are plans already, and whether these are all. Raises ConfigError
-    if no shape is allowed."""
+    """(shapes, at most so many, whether these are all). Raises ConfigError if none is allowed."""
     problem = space.costs.problem
     wanted = wanted_shapes(space.cards, space.options, global_batch_size=problem.global_batch_size)
-    listed = itertools.islice(wanted, most)
-    shapes = list(_while_time(listed, lambda: space.limit.is_over(LISTING_SHARE)))
+    shapes: list[Shape] = []
+    for shape in itertools.islice(wanted, most):
+        shapes.append(shape)
+        if space.is_over(LISTING_SHARE):
+            break
     has_all_shapes = next(wanted, None) is None
     if space.options.use_all_devices and shapes:
         shapes = _not_longer_than_model(problem, shapes)
@@ -73,7 +74,11 @@ def _search(space: Space, none: Plans) -> Plans:
     """The fastest plans of the listed shapes and beside them, proven where that is within reach."""
     drafts = search_drafts(space, none.shapes)
     ranked = rank(drafts.candidates)
-    proof = _prove(space, none, ranked)
+    proof = NOTHING_PROVEN
+    provable = none.has_all_shapes and is_provable(none.shapes, space.cards)
+    if provable and not space.options.offload_disk and not _has_unproven(space):
+        least = ranked[0].step_seconds if ranked else math.inf
+        proof = prove_shapes(space, none.shapes, best_seconds=least)
     if proof.exact:
         ranked = rank([*ranked, *proof.found])
         lowest = min((one.step_seconds for one in proof.found), default=math.inf)
@@ -85,39 +90,18 @@ def _search(space: Space, none: Plans) -> Plans:
     return replace(none, ranked=ranked, num_simulated=drafts.num_priced, any_fits=any_fits)
 
 
-def _prove(space: Space, listed: Plans, known: Sequence[Candidate]) -> Proof:
-    """What is proven of the known plans, where a proof may stand."""
-    provable = listed.has_all_shapes and is_provable(listed.shapes, space.cards)
-    if space.options.offload_disk or not provable or _has_unproven(space):
-        return NOTHING_PROVEN
-    least = known[0].step_seconds if known else math.inf
-    return prove_shapes(space, listed.shapes, best_seconds=least)
-
-
-def _while_time(shapes: Iterator[Shape], is_over: Callable[[], bool]) -> Iterator[Shape]:
-    """The shapes, the first one at least, until the time for them is over."""
-    for shape in shapes:
-        yield shape
-        if is_over():
-            return
-
-
 def _has_unproven(space: Space) -> bool:
-    """Whether plans that no proof covers are among the searched ones."""
+    """Whether plans that no proof covers are among the searched ones: mixed pipelines, or special ones."""
     options = space.options
-    proven = options.schedules, options.micro_batch_sizes
+    several = options.pipelines is None or max(options.pipelines) > 1
+    may_mix = several and options.num_micro_batches is None and len(space.cards) > 1
     return (
-        _may_mix(options, space.cards)
-        or (options.all_schedules, options.all_sizes) != proven
+        (may_mix and not options.expressible)
+        or options.all_schedules != options.schedules
+        or options.all_sizes != options.micro_batch_sizes
         or "interleaved_1f1b" in options.all_schedules
         or may_be_special(space)
     )
-
-
-def _may_mix(options: Options, cards: Sequence[Card]) -> bool:
-    """Whether mixed pipelines, which no proof covers, are among the searched plans."""
-    several = options.pipelines is None or max(options.pipelines) > 1
-    return several and options.num_micro_batches is None and len(cards) > 1 and not options.expressible
 
 
 def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:
@@ -149,10 +133,8 @@ def even_split(space: Space, plans: Plans, best: Candidate) -> tuple[Candidate |
 
 
 def _cut_evenly(costs: Costs, shape: Shape, options: Options) -> Candidate:
-    """The naive plan: all slots in the cluster's order, layers divided evenly; the first slots get one more.
-
-    All stages have the first recompute of the options that fits; the first of all if none does.
-    """
+    """The naive plan: all slots in the cluster's order, layers divided evenly, the first slots with one more,
+    and the first recompute that fits, or the first of all."""
     num_layers, num_stages = costs.problem.model.num_layers, len(shape.slots)
     size, rest = divmod(num_layers, num_stages)
     bounds = [0] + [1 + (s + 1) * size + min(s + 1, rest) for s in range(num_stages)]

@@ -9,12 +9,13 @@ plan.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, NodeGroup
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.planner.costs.plan_problem import Costs, make_costs, plan_on_cards
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
@@ -77,10 +78,11 @@ def search_islands(space: Space) -> list[Candidate]:
     num_finalists = min(NUM_FINALISTS, max(1, int(most / (2 * BUDGET))))
     second = int(min(options.effort * BUDGET, most / (2 * num_finalists)))
     searched: list[_Island] = []
-    for island in _islands(costs, cards, options, num_cuts):
+    for count in _counts(costs, len(cards), options, num_cuts):
         if searched and space.is_over():
             break
-        searched.append(island.searched(first, seed=1))
+        island = _make_island(costs, options, count)
+        searched += [island.searched(first, seed=1)] if island is not None else []
     ranked = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])[:num_finalists]
     best = [one for one in ranked if one.steps[0] <= WORTH_LONGER * ranked[0].steps[0]]
     longer = [one if space.is_over() else one.searched(second, seed=2) for one in best]
@@ -91,7 +93,10 @@ def search_islands(space: Space) -> list[Candidate]:
     for island in longer:
         if found and space.is_over():
             break
-        found += _judged(space, island)
+        plans = (_plan_of_all(costs, island, plan_of(island.tables, draft)) for draft in island.drafts)
+        judged = (judge(space, plan) for plan in plans if plan is not None)
+        # The fastest that fits.
+        found += itertools.islice((one for one in judged if one is not None), 1)
     return found
 
 
@@ -99,15 +104,6 @@ def _is_special(options: Options) -> bool:
     """Whether the search keys ask for what has no island's draft."""
     ordered = options.fixed_order or options.expressible or options.num_micro_batches is not None
     return bool(ordered or "1f1b" not in options.all_schedules)
-
-
-def _islands(costs: Costs, cards: Sequence[Card], options: Options, num_cuts: int) -> Iterator[_Island]:
-    space = draft_space(options, costs.problem)
-    for count in _counts(costs, len(cards), options, num_cuts):
-        nodes = tuple(group.count // count for group in costs.problem.cluster.nodes)
-        island = _make_island(costs, options, space, count, nodes)
-        if island is not None:
-            yield island
 
 
 def _counts(costs: Costs, num_cards: int, options: Options, num_cuts: int) -> Iterator[int]:
@@ -132,10 +128,9 @@ def _num_used(groups: Sequence[NodeGroup], count: int) -> int:
     return sum(group.count // count * count * group.num_cards for group in groups)
 
 
-def _make_island(
-    costs: Costs, options: Options, space: SpaceTable, count: int, nodes: Sequence[int]
-) -> _Island | None:
+def _make_island(costs: Costs, options: Options, count: int) -> _Island | None:
     problem = costs.problem
+    nodes = tuple(group.count // count for group in problem.cluster.nodes)
     size, rest = divmod(problem.global_batch_size, count)
     groups = zip(problem.cluster.nodes, nodes, strict=True)
     own = tuple(replace(group, count=number) for group, number in groups if number)
@@ -148,22 +143,13 @@ def _make_island(
     tables = make_tables(make_costs(island), sizes, options.tensor, num_islands=count)
     if tables is None:
         return None
-    wanted = space.changed(schedules=1 << NAMES.index("1f1b"), may_offload=0, may_send=0)
+    wanted = draft_space(options, problem).changed(
+        schedules=1 << NAMES.index("1f1b"), may_offload=0, may_send=0
+    )
     if options.pipelines is not None:
-        wanted.pipelines = sum(
-            1 << n // count for n in options.pipelines if n % count == 0 and n < 63 * count
-        )
-    return _Island(count=count, nodes=tuple(nodes), tables=tables, space=wanted)
-
-
-def _judged(space: Space, island: _Island) -> list[Candidate]:
-    """The fastest draft of an island as a plan of all, if it fits."""
-    for draft in island.drafts:
-        plan = _plan_of_all(space.costs, island, plan_of(island.tables, draft))
-        candidate = None if plan is None else judge(space, plan)
-        if candidate is not None:
-            return [candidate]
-    return []
+        whole = (n // count for n in options.pipelines if n % count == 0 and n < 63 * count)
+        wanted.pipelines = sum(1 << n for n in whole)
+    return _Island(count=count, nodes=nodes, tables=tables, space=wanted)
 
 
 def _plan_of_all(costs: Costs, island: _Island, plan: Plan) -> Plan | None:
@@ -183,15 +169,14 @@ def _plan_of_all(costs: Costs, island: _Island, plan: Plan) -> Plan | None:
             ranks = {rank.rank: rank_of[all_of[places[rank.device]]] for rank in plan.ranks}
             for p, pipeline in enumerate(plan.pipelines):
                 fewer = p == longest and i >= island.count - too_many
-                stages = tuple(_on_ranks(stage, ranks) for stage in pipeline.stages)
+                stages = tuple(
+                    replace(own, replicas=tuple(tuple(ranks[rank] for rank in one) for one in own.replicas))
+                    for own in pipeline.stages
+                )
                 count = pipeline.num_micro_batches - fewer
                 yield replace(pipeline, stages=stages, num_micro_batches=count)
 
     return plan_on_cards(problem, used, pipelines, schedule=plan.schedule, sharded=plan.optimizer_sharding)
-
-
-def _on_ranks(stage: StagePlan, ranks: dict[int, int]) -> StagePlan:
-    return replace(stage, replicas=tuple(tuple(ranks[rank] for rank in own) for own in stage.replicas))
 
 
 def _cards_of(costs: Costs, island: _Island, number: int) -> list[Card]:
@@ -199,8 +184,7 @@ def _cards_of(costs: Costs, island: _Island, number: int) -> list[Card]:
     found: list[Card] = []
     first = 0
     for group, count in zip(costs.problem.cluster.nodes, island.nodes, strict=True):
-        size = group.num_cards
-        begin = first + number * count * size
-        found += costs.problem.cluster.cards[begin : begin + count * size]
-        first += group.count * size
+        begin = first + number * count * group.num_cards
+        found += costs.problem.cluster.cards[begin : begin + count * group.num_cards]
+        first += group.count * group.num_cards
     return found

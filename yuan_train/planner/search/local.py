@@ -71,11 +71,8 @@ def _priced(costs: Costs, plan: Plan, options: Options) -> tuple[Plan, PlanCost]
 
 def half_layer_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
     """The fastest known plans with borders between attention and feed-forward; none unless those are asked
-    for.
-
-    Stages of a whole-layer plan are up to a layer away from the best cut; a border in the middle of a layer
-    halves that. With experts the halves are unlike: attention needs compute, experts memory.
-    """
+    for. Stages of a whole-layer plan are up to a layer away from the best cut; a border in the middle of a
+    layer halves that. With experts the halves are unlike: attention needs compute, experts memory."""
     if not space.options.half_layers:
         return []
     return [descend(space, one, move_halves) for one in known[:NUM_SHIFTED]]
@@ -146,8 +143,7 @@ def move_schedule(plan: Plan, options: Options) -> Iterator[Plan]:
 
 
 def shift_borders(plan: Plan, group: Sequence[int], shifts: dict[int, float]) -> Iterator[Plan]:
-    """The plan with the first borders of some stages of the pipelines of a group so many layers further, if
-    no stage that had layers is then without."""
+    """The plan with the first borders of some stages of a group shifted, if all with layers keep some."""
     stages = plan.pipelines[group[0]].stages
     borders = [stage.layers[0] + shifts.get(s, 0.0) for s, stage in enumerate(stages)]
     layers = list(itertools.pairwise([*borders, stages[-1].layers[1]]))
@@ -156,13 +152,10 @@ def shift_borders(plan: Plan, group: Sequence[int], shifts: dict[int, float]) ->
 
 
 def move_halves(plan: Plan) -> Iterator[Plan]:
-    """The plan with one border, or two, of pipelines that are alike half a layer further down or up, or with
-    other depths."""
+    """The plan with one or two borders of alike pipelines half a layer further, or with other depths."""
     for group in alike_pipelines(plan):
         borders = range(1, len(plan.pipelines[group[0]].stages))
-        for shifted in itertools.chain(
-            itertools.combinations(borders, 1), itertools.combinations(borders, 2)
-        ):
+        for shifted in (own for count in (1, 2) for own in itertools.combinations(borders, count)):
             for by in itertools.product((-0.5, 0.5), repeat=len(shifted)):
                 yield from shift_borders(plan, group, dict(zip(shifted, by, strict=True)))
     yield from move_depths(plan)
@@ -173,11 +166,8 @@ def alike_pipelines(plan: Plan) -> list[list[int]]:
     groups: dict[object, list[int]] = {}
     for p, pipeline in enumerate(plan.pipelines):
         stages = tuple(replace(stage, replicas=((0,),)) for stage in pipeline.stages)
-        types = [
-            [plan.ranks[rank].type for rank in replica]
-            for stage in pipeline.stages
-            for replica in stage.replicas
-        ]
+        replicas = (replica for stage in pipeline.stages for replica in stage.replicas)
+        types = [[plan.ranks[rank].type for rank in replica] for replica in replicas]
         groups.setdefault(repr((replace(pipeline, stages=stages), types)), []).append(p)
     return list(groups.values())
 
@@ -186,18 +176,14 @@ def _with_stages(plan: Plan, group: Sequence[int], changes: Mapping[int, Mapping
     """The plan with some keys of some stages of the pipelines of a group changed."""
     pipelines = list(plan.pipelines)
     for p in group:
-        stages = tuple(
-            replace(stage, **changes[s]) if s in changes else stage
-            for s, stage in enumerate(pipelines[p].stages)
-        )
-        pipelines[p] = replace(pipelines[p], stages=stages)
+        stages = (replace(stage, **changes.get(s, {})) for s, stage in enumerate(pipelines[p].stages))
+        pipelines[p] = replace(pipelines[p], stages=tuple(stages))
     return replace(plan, pipelines=tuple(pipelines), forecast=None)
 
 
 def _without_depths(pipeline: PipelinePlan) -> PipelinePlan:
     """The pipeline with the depths of its schedule."""
-    stages = tuple(replace(stage, in_flight=None) for stage in pipeline.stages)
-    return replace(pipeline, stages=stages)
+    return replace(pipeline, stages=tuple(replace(stage, in_flight=None) for stage in pipeline.stages))
 
 
 # --- memory ----------------------------------------------------------------------------------------------
@@ -206,17 +192,13 @@ def _without_depths(pipeline: PipelinePlan) -> PipelinePlan:
 def _fitted(costs: Costs, plan: Plan, kinds: Sequence[Recompute]) -> Plan | None:
     """The plan with as little recompute as lets each stage fit its cards; None if one does not. With virtual
     stages, whose cards have several, recompute stays as it is."""
-    bare = {"recompute": "none", "recompute_layers": None}
-    groups = alike_pipelines(plan)
+    groups, virtual = alike_pipelines(plan), plan.schedule == "interleaved_1f1b"
+    bare = {"recompute_layers": None} if virtual else {"recompute": "none", "recompute_layers": None}
     for group in groups:
-        stages = plan.pipelines[group[0]].stages
-        if plan.schedule == "interleaved_1f1b":
-            kept = {"recompute_layers": None}
-            changes = {s: kept for s, own in enumerate(stages) if own.num_recomputed >= own.num_blocks}
-        else:
-            changes = dict.fromkeys(range(len(stages)), bare)
-        plan = _with_stages(plan, group, changes)
-    if plan.schedule == "interleaved_1f1b":
+        stages = enumerate(plan.pipelines[group[0]].stages)
+        whole = [s for s, own in stages if not virtual or own.num_recomputed >= own.num_blocks]
+        plan = _with_stages(plan, group, dict.fromkeys(whole, bare))
+    if virtual:
         return plan
     rows = {(cost.pipeline, cost.stage): cost for cost in cost_stages(costs, plan)}
     for group in groups:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from yuan_train.config import profile as profiles
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, uncatalogued_types
-from yuan_train.config.profile import GenerationProfile, HostProfile, Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import HostCopies, SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -36,9 +36,7 @@ def plan_at_pace(
     copies: HostCopies | None = None,
 ) -> Plan:
     """The fastest plan for cards of that pace, which the forecast counts, beside what saves copy to hosts.
-
-    Raises as `search_plan`.
-    """
+    Raises as `search_plan`."""
     slowed, types = _with_pace(problem, pace)
     size, copies = micro_batch_size, copies or HostCopies()
     plan = search_beside_saves(slowed, search, micro_batch_size=size, copies=copies).best.plan
@@ -69,10 +67,9 @@ def _with_pace(problem: PlanProblem, pace: Pace) -> tuple[PlanProblem, dict[str,
                 factors[name] = kind, factor
         if tuple(names) != group.types:
             changed[node] = tuple(names)
-    cluster = problem.cluster
-    cluster = with_nodes(
-        cluster, {node: cluster.groups[node].with_cards(own, name=node) for node, own in changed.items()}
-    )
+    groups = problem.cluster.groups
+    nodes = {node: groups[node].with_cards(own, name=node) for node, own in changed.items()}
+    cluster = with_nodes(problem.cluster, nodes)
     slow = {name: _slowed(problem.cluster, kind, factor) for name, (kind, factor) in factors.items()}
     cluster = replace(cluster, device_types={**cluster.device_types, **slow})
     profile = problem.profile and _slowed_profile(problem.profile, factors)
@@ -81,24 +78,16 @@ def _with_pace(problem: PlanProblem, pace: Pace) -> tuple[PlanProblem, dict[str,
 
 
 def _slowed(cluster: Cluster, kind: str, factor: float) -> DeviceType:
-    device = cluster.device_type(kind)
-
-    def less(rate: float | None) -> float | None:
-        return None if rate is None else rate / factor
-
-    return replace(
-        device,
-        fp32=device.fp32 / factor,
-        bf16=less(device.bf16),
-        fp16=less(device.fp16),
-        memory_bandwidth=device.memory_bandwidth / factor,
-    )
+    device, rates = cluster.device_type(kind), ("fp32", "bf16", "fp16", "memory_bandwidth")
+    known = {name: rate for name in rates if (rate := getattr(device, name)) is not None}
+    return replace(device, **{name: rate / factor for name, rate in known.items()})
 
 
-Named = TypeVar("Named", ProfileEntry, HostProfile, GenerationProfile)
+Named = TypeVar("Named", profiles.ProfileEntry, profiles.HostProfile, profiles.GenerationProfile)
+Timed = TypeVar("Timed", profiles.UnitProfile, profiles.StageStart)
 
 
-def _slowed_profile(profile: Profile, factors: Mapping[str, tuple[str, float]]) -> Profile:
+def _slowed_profile(profile: profiles.Profile, factors: Mapping[str, tuple[str, float]]) -> profiles.Profile:
     """The profile, with what it has of a type also for the types that are slower."""
 
     def copies(own: tuple[Named, ...]) -> tuple[Named, ...]:
@@ -118,10 +107,10 @@ def _slowed_profile(profile: Profile, factors: Mapping[str, tuple[str, float]]) 
     )
 
 
-def _slowed_entry(entry: ProfileEntry, factor: float) -> ProfileEntry:
-    def slow(unit: UnitProfile) -> UnitProfile:
-        seconds = unit.forward_seconds * factor, unit.backward_seconds * factor
-        return replace(unit, forward_seconds=seconds[0], backward_seconds=seconds[1])
+def _slowed_entry(entry: profiles.ProfileEntry, factor: float) -> profiles.ProfileEntry:
+    def slow(own: Timed) -> Timed:
+        forward, backward = own.forward_seconds * factor, own.backward_seconds * factor
+        return replace(own, forward_seconds=forward, backward_seconds=backward)
 
     return replace(
         entry,
@@ -129,9 +118,5 @@ def _slowed_entry(entry: ProfileEntry, factor: float) -> ProfileEntry:
         layers=tuple(map(slow, entry.layers)),
         head=slow(entry.head),
         bare_layer=None if entry.bare_layer is None else slow(entry.bare_layer),
-        start=replace(
-            entry.start,
-            forward_seconds=entry.start.forward_seconds * factor,
-            backward_seconds=entry.start.backward_seconds * factor,
-        ),
+        start=slow(entry.start),
     )

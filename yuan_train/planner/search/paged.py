@@ -4,10 +4,13 @@ What the engine runs: one pipeline of single cards with full recompute, without 
 sets and orders of the cards, the layers are dealt by speed and moved, one at a time, from stage to stage as
 long as that first lets more fit, then makes the step shorter. Each stage has the fewest pages with which it
 fits, with the smallest fraction of the other state on its host. Nothing here is proven.
+
+Of any plan, `with_disks` moves optimizer state to the disks of nodes whose hosts have no room for it.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -15,19 +18,20 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.planner.costs.host import slot_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.candidate import Candidate, Space
-from yuan_train.planner.search.disks import STEPS
 from yuan_train.planner.search.shapes import Options, PipelineCut, Shape, assemble_plan, deal_layers
 
 MOST_CARDS, FEW_CARDS = 16, 3
 """Cards beyond which no pages are tried; up to the second, every order of every set of types is."""
 SLOTS = (3, 2, 1)
+STEPS = 1000
+"""Fractions of state on hosts and disks are multiples of one over this."""
 GROUPS = (1, 1 / 2, 1 / 4, 0)
 """Of a pipeline's micro-batches; 0: one micro-batch."""
 
@@ -56,8 +60,7 @@ def check_pages(problem: PlanProblem, options: Options) -> None:
 
 
 def _faults(problem: PlanProblem, options: Options) -> Iterator[tuple[str, bool]]:
-    model: ModelConfig = problem.model
-    yield f"the model has {model.num_experts} experts", bool(model.num_experts)
+    yield f"the model has {problem.model.num_experts} experts", bool(problem.model.num_experts)
     yield "search.recompute has no full", "full" not in options.recompute
     yield "search.pipelines has no 1", options.pipelines is not None and 1 not in options.pipelines
     yield "search.tensor has no 1", 1 not in options.tensor
@@ -80,7 +83,9 @@ def paged_plans(space: Space, known: Sequence[Candidate]) -> list[Candidate]:
         wanted = options.num_micro_batches is None or count in options.num_micro_batches
         if space.is_over() or rest or not wanted or len(order) > costs.problem.model.num_layers:
             continue
-        if _least_seconds(costs, order, size) * count >= limit_seconds:
+        # Of a micro-batch's layers, perfectly shared.
+        least = costs.problem.model.num_layers / sum(_speeds(costs, order, size))
+        if least * count >= limit_seconds:
             continue
         best = _best_of(space, order, size, count)
         if best is not None and best.cost is not None and best.cost.step_seconds < limit_seconds:
@@ -113,13 +118,11 @@ def pages_fit(costs: Costs, cards: Sequence[Card], options: Options) -> bool:
 
 def _orders(cards: Sequence[Card], options: Options) -> list[tuple[Card, ...]]:
     """Sets of the cards in orders that differ by types."""
-    orders: list[tuple[Card, ...]] = []
+    orders = [tuple(cards)] if options.fixed_order else [tuple(cards), tuple(reversed(cards))]
     if len(cards) <= FEW_CARDS and not options.fixed_order:
         least = len(cards) if options.use_all_devices else 1
-        for count in range(len(cards), least - 1, -1):
-            orders += itertools.permutations(cards, count)
-    else:
-        orders = [tuple(cards)] if options.fixed_order else [tuple(cards), tuple(reversed(cards))]
+        counts = range(len(cards), least - 1, -1)
+        orders = [order for count in counts for order in itertools.permutations(cards, count)]
     distinct = {tuple((card.type, card.node) for card in order): order for order in reversed(orders)}
     return list(distinct.values())[::-1]
 
@@ -127,11 +130,6 @@ def _orders(cards: Sequence[Card], options: Options) -> list[tuple[Card, ...]]:
 def _speeds(costs: Costs, order: Sequence[Card], size: int) -> list[float]:
     """Layers a second of each card."""
     return [1.0 / costs.of_replica((card,), size, "full").layer.seconds for card in order]
-
-
-def _least_seconds(costs: Costs, order: Sequence[Card], size: int) -> float:
-    """Of a micro-batch's layers, perfectly shared."""
-    return costs.problem.model.num_layers / sum(_speeds(costs, order, size))
 
 
 def _best_of(space: Space, order: Sequence[Card], size: int, count: int) -> _Priced | None:
@@ -185,14 +183,14 @@ def _plan(costs: Costs, order: Sequence[Card], layers: Sequence[int], size: int,
 
 def _price(costs: Costs, plan: Plan, group: int, slots: int) -> _Priced:
     """The plan with the fewest pages with which each stage fits."""
-    plan = _with_pipeline(plan, replace(plan.pipelines[0], page_group=group))
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], page_group=group),))
     stages: list[StagePlan] = []
     over = 0.0
     for old in cost_stages(costs, plan):
         stage, excess = _fewest_pages(costs, plan, old, slots)
         stages.append(stage)
         over += excess
-    plan = _with_pipeline(plan, replace(plan.pipelines[0], stages=tuple(stages)))
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=tuple(stages)),))
     # Without any page a plan takes no groups: the search has it already.
     if over or any(True for _ in validate_plan(plan)):
         return _Priced(plan, None, (over or math.inf, math.inf))
@@ -200,27 +198,19 @@ def _price(costs: Costs, plan: Plan, group: int, slots: int) -> _Priced:
     return _Priced(plan, cost if cost.fits else None, (0.0, cost.step_seconds if cost.fits else math.inf))
 
 
-def _with_pipeline(plan: Plan, pipeline: PipelinePlan) -> Plan:
-    return replace(plan, pipelines=(pipeline,))
-
-
 def _fewest_pages(costs: Costs, plan: Plan, old: StageCost, slots: int) -> tuple[StagePlan, float]:
     """The stage with the fewest pages with which it fits, or all, and the bytes that do not fit then."""
-    least, most = 0, plan.pipelines[0].stages[old.stage].num_blocks
-    while least < most:
-        middle = (least + most) // 2
-        if _with_fraction(costs, plan, old, middle, slots)[1]:
-            least = middle + 1
-        else:
-            most = middle
-    return _with_fraction(costs, plan, old, most, slots)
+    counts = range(plan.pipelines[0].stages[old.stage].num_blocks)
+    fewest = bisect.bisect_left(
+        counts, True, key=lambda count: not _with_fraction(costs, plan, old, count, slots)[1]
+    )
+    return _with_fraction(costs, plan, old, fewest, slots)
 
 
 def _with_fraction(
     costs: Costs, plan: Plan, old: StageCost, count: int, slots: int
 ) -> tuple[StagePlan, float]:
-    """The stage with so many pages and the smallest fraction of its other state on the host with which it
-    fits its cards, and the bytes of card and host that do not fit then."""
+    """The stage with so many pages and the least other state on its host that fits, and bytes that do not."""
     stage = plan.pipelines[0].stages[old.stage]
     if count:
         stage = replace(stage, parameter_offload=count, page_slots=min(slots, count))
@@ -232,3 +222,20 @@ def _with_fraction(
         cost = change_stage(costs, plan, old, stage)
     on_card = max(0.0, cost.memory.total - cost.capacity_bytes)
     return stage, on_card + max(0.0, cost.host_bytes - cost.host_capacity_bytes)
+
+
+def with_disks(costs: Costs, plan: Plan) -> Plan:
+    """The plan with the least of each host's state on its node's disk, if any, with which the rest fits."""
+    pipelines = [list(pipeline.stages) for pipeline in plan.pipelines]
+    slots = slot_bytes(costs.problem.precision, math.inf)
+    for cost in cost_stages(costs, plan):
+        own = pipelines[cost.pipeline]
+        over = cost.host_bytes - cost.host_capacity_bytes
+        state = cost.host_bytes - (cost.leaving.host_bytes if cost.leaving else 0.0)
+        if over > 0 and state > 0 and all(map(costs.has_disk, cost.cards)):
+            over += slots * sum(other.replicas == own[cost.stage].replicas for other in own)
+            fraction = min(STEPS, math.ceil(STEPS * over / state)) / STEPS
+            own[cost.stage] = replace(own[cost.stage], optimizer_disk=fraction)
+    pairs = zip(plan.pipelines, pipelines, strict=True)
+    changed = tuple(replace(pipeline, stages=tuple(stages)) for pipeline, stages in pairs)
+    return replace(plan, pipelines=changed)

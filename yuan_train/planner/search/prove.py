@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.costs.unit_costs import UnitCost
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, ProofShape, ProofSlot
 from yuan_train.planner.native.pipelines import NAMES
@@ -111,11 +110,8 @@ def _proof_shape(tables: Tables, shape: Shape) -> ProofShape:
 def _needs_layers(costs: Costs, shape: Shape) -> tuple[bool, bool]:
     """Whether the embedding, and the head, are no work for a stage of its own."""
     parts = [costs.of_replica(slot[0][0], shape.micro_batch_size, "none").units for slot in shape.slots]
-
-    def is_nothing(unit: UnitCost) -> bool:
-        return not unit.seconds + unit.parameter_bytes + unit.gradient_bytes + unit.optimizer_bytes
-
-    return all(is_nothing(units[0]) for units in parts), all(is_nothing(units[-1]) for units in parts)
+    first, last = (not any(units[i].seconds + units[i].state_bytes for units in parts) for i in (0, -1))
+    return first, last
 
 
 def _blocks(tables: Tables, shape: Shape, pools: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -7,7 +7,8 @@ what the plan keeps there, another search leaves that much room on every host.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import copied_bytes
@@ -21,34 +22,28 @@ MOST_SEARCHES = 3
 """Room for the copies of one plan is mostly enough for those of the next."""
 
 
-@dataclass(frozen=True)
-class HostUse:
-    """Bytes on the host of a node."""
+class HostUse(NamedTuple):
+    """Bytes on a node's host: kept by the plan, copied by saves, and not left to other programs."""
 
     node: str
     kept: float
-    """By the plan: state and activations of its cards."""
     copied: float
-    """By saves."""
     available: float
-    """Not left to other programs."""
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has no room for all of it."""
-        return self.kept + self.copied > self.available
+    def over(self) -> float:
+        """What it has no room for; not above 0 if it has."""
+        return self.kept + self.copied - self.available
 
 
 def search_beside_saves(
     problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, copies: HostCopies
 ) -> SearchResult:
-    """As `search_plan`, with room on hosts for what saves copy there, and a note of it.
-
-    If no such plan fits, the one that leaves too little, with a note that says so.
-    """
+    """As `search_plan`, with room on hosts for what saves copy there, and a note of it. If no such plan fits,
+    the one that leaves too little, with a note that says so."""
     result, room = search_plan(problem, search, micro_batch_size=micro_batch_size), 0.0
     for _ in range(MOST_SEARCHES if copies.keys else 0):
-        over = [use for use in host_uses(result, problem, copies) if use.is_over and use.kept]
+        over = [use for use in host_uses(result, problem, copies) if use.over > 0 and use.kept]
         if not over:
             break
         room = max(room, *(use.copied for use in over))
@@ -65,12 +60,12 @@ def with_saves(result: SearchResult, problem: PlanProblem, copies: HostCopies) -
     uses = list(host_uses(result, problem, copies)) if copies.keys else []
     if not uses:
         return result
-    fullest = max(uses, key=lambda use: use.kept + use.copied - use.available)
+    fullest = max(uses, key=lambda use: use.over)
     words = (
         f"saves ({copies.keys}) copy {show_bytes(fullest.copied)} to the host of {fullest.node}, beside "
         f"{show_bytes(fullest.kept)} of the plan, of {show_bytes(fullest.available)}"
     )
-    if fullest.is_over:
+    if fullest.over > 0:
         words += f": more than it has; do without {copies.keys}, or set memory.host_reserved lower"
     return replace(result, notes=(*result.notes, words))
 

@@ -33,7 +33,7 @@ from yuan_train.planner.search.simplicity import keep_to_cards, passed_over, pre
 BRIEF = 1 / 8
 """Of the effort, what a search that is not thorough takes."""
 CLOSING_SECONDS_PER_CARD = 2e-4
-"""Of a time limit; costing and checking one plan takes about that."""
+"""Kept of a time limit to cost, check and report one plan."""
 NO_VIRTUAL_STAGES = (
     "no plan fits search.schedule: no plan that fits can have virtual stages; each pipeline must have two "
     "stages or more, and each of these two layers or more. Add 1f1b to search.schedule, or allow fewer cards"
@@ -78,7 +78,7 @@ def _search(
     problem: PlanProblem, options: Options, *, time_limit: float, clock: Callable[[], float]
 ) -> SearchResult:
     """The same in one space, in which groups divide tokens or do not."""
-    closing = _closing_seconds(len(problem.cluster.cards), time_limit)
+    closing = min(CLOSING_SECONDS_PER_CARD * len(problem.cluster.cards), time_limit / 2)
     limit = TimeLimit(clock, clock(), time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
     space, plans = find_plans(make_costs(problem), cards, options, limit)
@@ -91,6 +91,7 @@ def _search(
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
     even, no_even = even_split(space, plans, best)
+    notes = notes_of(space.costs, best.cost)
     return SearchResult(
         best=best,
         runners_up=runners_up(ranked),
@@ -100,23 +101,24 @@ def _search(
         lower_bound_seconds=lowest,
         bound=bound,
         exact=exact,
-        stopped=limit.is_over(),
+        stopped=space.is_over(),
         num_simulated=plans.num_simulated,
-        notes=(
-            *notes_of(space.costs, best.cost),
-            *passed_over(best, faster),
-            *simplicity_note(best, kept[0]),
-        ),
+        notes=(*notes, *passed_over(best, faster), *simplicity_note(best, kept[0])),
     )
 
 
 def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, thorough: bool) -> Options:
+    """The search keys for a problem. Of sizes those count that its profile has of every type of card."""
+    entries = problem.profile.entries if problem.profile else ()
+    sizes: dict[str, set[int]] = {}
+    for entry in entries:
+        sizes.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
     options = read_options(
         search,
         micro_batch_size=micro_batch_size,
         model=problem.model,
-        measured_widths=_widths(problem),
-        measured_sizes=_sizes(problem),
+        measured_widths=tuple(sorted({entry.tensor_parallel for entry in entries})),
+        measured_sizes=tuple(sorted(set[int].intersection(*sizes.values()))) if sizes else (),
         num_cards=len(problem.cluster.cards),
     )
     if problem.profile is not None and problem.profile.is_whole:
@@ -155,30 +157,9 @@ def _bounded(
     return False, min(bound.seconds, best), bound
 
 
-def _closing_seconds(num_cards: int, time_limit: float) -> float:
-    """What is kept of the time limit to cost, check and report a plan of so many cards."""
-    return min(CLOSING_SECONDS_PER_CARD * num_cards, time_limit / 2)
-
-
-def _widths(problem: PlanProblem) -> tuple[int, ...]:
-    """Tensor-parallel widths that the profile has measured; none without a profile."""
-    entries = problem.profile.entries if problem.profile else ()
-    return tuple(sorted({entry.tensor_parallel for entry in entries}))
-
-
-def _sizes(problem: PlanProblem) -> tuple[int, ...]:
-    """Micro-batch sizes that the profile has measured on every type of card; none without a profile."""
-    measured: dict[str, set[int]] = {}
-    for entry in problem.profile.entries if problem.profile else ():
-        measured.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
-    return tuple(sorted(set[int].intersection(*measured.values()))) if measured else ()
-
-
 def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:
-    """(cards that support the problem's precision, the others with the reason).
-
-    Raises ConfigError if no card does, or if one does not and `use_all` is set.
-    """
+    """(cards that support the problem's precision, the others with the reason). Raises ConfigError if no card
+    does, or if one does not and `use_all` is set."""
     cluster, precision = problem.cluster, problem.precision
     lacking = [card for card in cluster.cards if cluster.device_type(card.type).peak(precision) is None]
     usable = [card for card in cluster.cards if card not in lacking]
@@ -186,15 +167,12 @@ def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], li
     advice = f"set train.precision: {'fp16' if precision == 'bf16' and has_fp16 else 'fp32'}"
     if lacking and (use_all or not usable):
         types = ", ".join(sorted({card.type for card in lacking}))
+        names = ", ".join(card.name for card in lacking[:8])
+        names += f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
         demand = "search.use_all_devices requires them" if usable else "there are no other cards"
         raise ConfigError(
-            f"train.precision: {precision}: {_names(lacking)} ({types}) have no {precision} units, "
+            f"train.precision: {precision}: {names} ({types}) have no {precision} units, "
             f"and {demand}; " + advice + (", or use_all_devices: false to leave them out" if usable else "")
         )
     reason = f"no {precision} units; {advice} to use it"
     return usable, [LeftOut(card=card, reason=reason) for card in lacking]
-
-
-def _names(cards: Sequence[Card]) -> str:
-    names = [card.name for card in cards]
-    return ", ".join(names) if len(names) <= 8 else f"{', '.join(names[:8])} and {len(names) - 8} more"

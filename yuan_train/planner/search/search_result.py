@@ -51,19 +51,14 @@ class SearchResult:
 
 def runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The next best: one plan of each other `_family`, then other cuts of the same families."""
-    seen: set[object] = {_family(ranked[0])}
-    cuts: set[object] = {(_family(ranked[0]), ranked[0].bounds)}
-    distinct: list[Candidate] = []
-    others: list[Candidate] = []
-    for candidate in ranked[1:]:
-        family = _family(candidate)
-        if family not in seen:
-            distinct.append(candidate)
-        elif (family, candidate.bounds) not in cuts:
-            others.append(candidate)
-        seen.add(family)
-        cuts.add((family, candidate.bounds))
-    return tuple(sorted([*distinct, *others][:NUM_RUNNERS_UP], key=lambda c: c.step_seconds))
+    families: dict[object, dict[object, Candidate]] = {}
+    for candidate in ranked:
+        cut = tuple(stage.layers for stage in candidate.plan.pipelines[0].stages)
+        families.setdefault(_family(candidate), {}).setdefault(cut, candidate)
+    (_, *cuts), *others = (list(own.values()) for own in families.values())
+    rest = {id(one) for own in (cuts, *(own[1:] for own in others)) for one in own}
+    distinct = [*(own[0] for own in others), *(one for one in ranked if id(one) in rest)]
+    return tuple(sorted(distinct[:NUM_RUNNERS_UP], key=lambda c: c.step_seconds))
 
 
 def _family(candidate: Candidate) -> object:
@@ -125,9 +120,7 @@ def _link_notes(costs: Costs, cost: PlanCost) -> list[str]:
 
 
 def _width_note(stage: StageCost) -> str:
-    width = len(stage.replicas[0])
-    if width == 1 or (stage.source != "estimated" and not stage.experts):
+    width, estimated = len(stage.replicas[0]), stage.source == "estimated"
+    if width == 1 or estimated == bool(stage.experts):
         return ""
-    if stage.experts:
-        return "" if stage.source == "estimated" else ", of fewer experts scaled"
-    return f", tensor_parallel {width}"
+    return ", of fewer experts scaled" if stage.experts else f", tensor_parallel {width}"

@@ -111,12 +111,6 @@ class Shape:
     def num_pipelines(self) -> int:
         return len(self.slots[0])
 
-    @property
-    def cards(self) -> frozenset[Card]:
-        return frozenset(
-            card for slot in self.slots for group in slot for replica in group for card in replica
-        )
-
 
 def read_options(
     search: SearchConfig,
@@ -138,19 +132,17 @@ def read_options(
     if expressible:
         search = narrowed(search)
     widths = tuple(search.tensor or measured_widths or WIDTHS)
-    tensor = _allowed(
-        "tensor", search.tensor, tuple(w for w in sorted(set(widths)) if _can_shard(model, w)), "1"
-    )
+    divided = model.spec.tensor_sizes(model).values()
+    even = tuple(w for w in sorted(set(widths)) if all(size % w == 0 for size in divided))
+    tensor = _allowed("tensor", search.tensor, even, "1")
     replicas = search.replicas or ((1,) if measured_widths or num_cards > MAX_REPLICATED_CARDS else (1, 2))
     kinds: tuple[Recompute, ...] = get_args(Recompute)
     schedules: tuple[ScheduleName, ...] = get_args(ScheduleName)
-    recompute: tuple[Recompute, ...] = _allowed("recompute", search.recompute, kinds, joined(kinds))
-    named: tuple[ScheduleName, ...] = _allowed(
-        "schedule", search.schedule or schedules[:1], schedules, joined(schedules)
-    )
+    given = search.schedule or schedules[:1]
+    named: tuple[ScheduleName, ...] = _allowed("schedule", given, schedules, joined(schedules))
     sizes = tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,)))
     return Options(
-        recompute=recompute,
+        recompute=_allowed("recompute", search.recompute, kinds, joined(kinds)),
         # Shapes are of one schedule where they can be; the searches that begin with them try others.
         schedules=("1f1b",) if "1f1b" in named else named,
         all_schedules=named if search.schedule else ALL_SCHEDULES,
@@ -194,21 +186,12 @@ def as_plain(options: Options) -> Options:
     )
 
 
-def _can_shard(model: ModelConfig, width: int) -> bool:
-    """Whether a tensor-parallel group of this width can shard the model evenly."""
-    return all(size % width == 0 for size in model.spec.tensor_sizes(model).values())
-
-
 def _allowed(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str) -> tuple[T, ...]:
-    """The known values that are given, in the order of `known`; all known ones if the key is not given.
-
-    Raises ConfigError, with the advice to add `add`, if none is left.
-    """
+    """The known values that are given, in their order; all if the key is not given. Raises ConfigError, with
+    the advice to add `add`, if none is left."""
     kept = tuple(value for value in known if given is None or value in given)
     if not kept:
-        words = ", ".join(
-            str(value).lower() if isinstance(value, bool) else str(value) for value in given or ()
-        )
+        words = ", ".join(str(own).lower() if isinstance(own, bool) else str(own) for own in given or ())
         raise ConfigError(
             f"search.{key}: [{words}] asks for what training cannot run yet, or not with this model; "
             f"add {add} to the list, or leave the key out"
@@ -257,11 +240,14 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
     bases: list[ScheduleName] = ["1f1b" if name == "interleaved_1f1b" else name for name in options.schedules]
     most = MAX_MIXES if len(cards) <= THOUSANDS else MAX_MIXES_OF_THOUSANDS
     types = by_type(cards)
-    places = _places(cards)
+    nodes = {name: Counter(card.node for card in own) for name, own in types.items()}
+    per_node = {name: max(own.values()) for name, own in nodes.items()}
+    # By identity, each card's place in the cluster's order; cards of one type may stand apart there.
+    places = {id(card): i for i, card in enumerate(cards)}
     known: dict[tuple[str, int, int], list[StageGroup] | None] = {}
     seen: set[object] = set()
     for schedule in dict.fromkeys(bases):
-        for widths in _mixes(_most_per_node(types), options.tensor, most=most):
+        for widths in _mixes(per_node, options.tensor, most=most):
             num_replicas = {name: len(own) // widths[name] for name, own in types.items()}
             for replicas in _mixes(num_replicas, options.replicas, most=most):
                 groups = _stage_groups(types, widths, replicas, known, use_all=options.use_all_devices)
@@ -275,8 +261,9 @@ def list_shapes(cards: Sequence[Card], options: Options, *, global_batch_size: i
                     fewest = all(replicas[name] == min(options.replicas) for name in without)
                     if fewest and (schedule, num_pipelines, kinds) not in seen:
                         seen.add((schedule, num_pipelines, kinds))
-                        form = (schedule, num_pipelines, groups)
-                        yield from _batches(*form, places, options, global_batch_size)
+                        yield from _batches(
+                            schedule, num_pipelines, groups, places, options, global_batch_size
+                        )
 
 
 def _batches(
@@ -287,8 +274,7 @@ def _batches(
     options: Options,
     global_batch_size: int,
 ) -> Iterator[Shape]:
-    """The shapes of so many equal pipelines over these stage groups by type of card, for each micro-batch
-    size that divides the batch."""
+    """The shapes of so many equal pipelines over these stage groups, by micro-batch size."""
     most = max(len(own[0]) for own in groups.values())
     for size in options.micro_batch_sizes:
         count, rest = divmod(global_batch_size, num_pipelines * size)
@@ -307,8 +293,7 @@ def _batches(
 
 
 def _mixes(limits: dict[str, int], values: Sequence[int], *, most: int) -> Iterator[dict[str, int]]:
-    """Ways to give each type of card one of the values, up to its limit; of more than `most` ways only equal
-    values and single exceptions."""
+    """Ways to give each type one of the values, to its limit; of too many, equal ones with one exception."""
     own = {name: [v for v in values if v <= limit] or [min(values)] for name, limit in limits.items()}
     ways = list(itertools.islice(itertools.product(*own.values()), most + 1))
     if len(ways) <= most:
@@ -320,11 +305,6 @@ def _mixes(limits: dict[str, int], values: Sequence[int], *, most: int) -> Itera
         others = (common | {name: other} for name, few in own.items() for other in few)
         found |= {tuple(mix.values()): mix for mix in (common, *others)}
     yield from found.values()
-
-
-def _most_per_node(types: dict[str, list[Card]]) -> dict[str, int]:
-    """Cards of each type in the node that has most of them."""
-    return {name: max(Counter(card.node for card in own).values()) for name, own in types.items()}
 
 
 def _stage_groups(
@@ -341,8 +321,10 @@ def _stage_groups(
     for name, own in types.items():
         key = (name, widths[name], replicas[name])
         if key not in known:
-            groups = _groups_of(own, widths[name], replicas[name])
-            has_all = len(groups) * widths[name] * replicas[name] == len(own)
+            members, count = list(groups_of(own, widths[name])), replicas[name]
+            starts = range(0, len(members) - count + 1, count)
+            groups = [tuple(members[i : i + count]) for i in starts]
+            has_all = len(groups) * widths[name] * count == len(own)
             known[key] = groups if has_all or not use_all else None
         groups = known[key]
         if groups is None:
@@ -350,12 +332,6 @@ def _stage_groups(
         if groups:
             result[name] = groups
     return result
-
-
-def _groups_of(cards: Sequence[Card], width: int, count: int) -> list[StageGroup]:
-    """Stage groups of cards of one type: `count` replicas, each inside a node."""
-    members = list(groups_of(cards, width))
-    return [tuple(members[i : i + count]) for i in range(0, len(members) - count + 1, count)]
 
 
 def _pipeline_counts(groups: dict[str, list[StageGroup]], options: Options) -> list[int]:
@@ -399,13 +375,7 @@ def _deal(
     return [way for i, way in enumerate(ways) if way and way not in ways[:i]]
 
 
-def _places(cards: Sequence[Card]) -> dict[int, int]:
-    """By identity, each card's place in the cluster's order; cards of one type may stand apart there."""
-    return {id(card): i for i, card in enumerate(cards)}
-
-
 def by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
-    """The cards of each type."""
     groups: dict[str, list[Card]] = {}
     for card in cards:
         groups.setdefault(card.type, []).append(card)
@@ -417,8 +387,7 @@ def by_type(cards: Sequence[Card]) -> dict[str, list[Card]]:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """One pipeline of a plan: stage s runs units [bounds[s], bounds[s + 1]), halves of layers among them, on
-    stage_groups[s]."""
+    """A pipeline: stage s runs units [bounds[s], bounds[s + 1]), halves of layers too, on stage_groups[s]."""
 
     micro_batch_size: int
     num_micro_batches: int
@@ -428,24 +397,18 @@ class PipelineCut:
 
 
 def make_plan(
-    costs: Costs,
-    shape: Shape,
-    *,
-    order: Sequence[int],
-    bounds: Sequence[int],
-    recompute: Sequence[Recompute],
+    costs: Costs, shape: Shape, *, order: Sequence[int], bounds: Sequence[int], recompute: Sequence[Recompute]
 ) -> Plan:
     """The plan whose stage s has units [bounds[s], bounds[s + 1]) on slot order[s], in every pipeline."""
-    cuts = [
-        PipelineCut(
-            micro_batch_size=shape.micro_batch_size,
-            num_micro_batches=shape.num_micro_batches,
-            stage_groups=tuple(shape.slots[slot][d] for slot in order),
-            bounds=tuple(bounds),
-            recompute=tuple(recompute),
-        )
-        for d in range(shape.num_pipelines)
-    ]
+    cut = PipelineCut(
+        micro_batch_size=shape.micro_batch_size,
+        num_micro_batches=shape.num_micro_batches,
+        stage_groups=(),
+        bounds=tuple(bounds),
+        recompute=tuple(recompute),
+    )
+    groups = (tuple(shape.slots[slot][d] for slot in order) for d in range(shape.num_pipelines))
+    cuts = [replace(cut, stage_groups=own) for own in groups]
     return assemble_plan(costs, cuts, schedule=shape.schedule, sharded=shape.sharded)
 
 

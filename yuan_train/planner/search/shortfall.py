@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan, StagePlan
@@ -17,47 +17,38 @@ from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.paged import pages_fit
 from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, groups_of
 
-
-@dataclass(frozen=True)
-class _Miss:
-    """A plan that does not fit, and the stage that lacks most."""
-
-    plan: Plan
-    stage: StageCost
-
-    @property
-    def ratio(self) -> float:
-        """What the stage needs, in parts of what a plan may fill of its card."""
-        return self.stage.memory.total / max(self.stage.capacity_bytes, 1.0)
+_Miss = tuple[float, Plan, StageCost]
+"""What a stage needs in parts of what a plan may fill of its card, the plan, and the stage: it lacks most."""
 
 
 def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) -> str:
     """The nearest miss: which stage of which plan needs how much, and what would help."""
     misses = _misses(costs, cards, options, on_hosts=options.offload)
-    miss = min(misses, key=lambda miss: miss.ratio, default=None)
+    miss = min(misses, key=lambda miss: miss[0], default=None)
     advice = ". Give more cards or memory, a smaller micro_batch_size, a shorter sequence_length"
     if miss is None:
         return f"no plan fits: no cards make groups of search.tensor: {list(options.tensor)}{advice}"
-    stage, replica = miss.stage, miss.stage.replicas[0]
+    _, plan, stage = miss
+    replica, count = stage.replicas[0], len(plan.pipelines[0].stages)
     name = stage.card.name + (f" and {len(replica) - 1} more" if len(replica) > 1 else "")
-    count = len(miss.plan.pipelines[0].stages)
     text = (
         f"no plan fits. Nearest: {count} stage{'s' * (count > 1)}; stage {stage.stage} ({name}, "
         f"{stage.card.type}, {_unit_words(stage)}) needs {show_bytes(stage.memory.total)} of "
         f"{_memory_words(costs, stage.card)}"
     )
     if options.offload:
-        text += " with its optimizer state on the host"
-        text += _host_words(costs, replica)
-    if not options.offload and any(own.ratio <= 1 for own in _misses(costs, cards, options, on_hosts=True)):
+        text += f" with its optimizer state on the host{_host_words(costs, replica)}"
+    if not options.offload and any(own[0] <= 1 for own in _misses(costs, cards, options, on_hosts=True)):
         free = "search.engine: [yuan] and " if options.expressible else ""
         advice += f", or allow {free}search.offload: [optimizer], with which a plan fits"
     elif options.offload or not options.expressible:
-        advice += _page_words(costs, cards, options)
+        # Pages may have been sought already.
+        pages = not options.offload_parameters and pages_fit(costs, cards, options)
+        advice += ", or allow search.offload: [optimizer, parameters], with which a plan fits" * pages
     if stage.recompute == "full":
         return f"{text} with recompute: full{advice}"
     kinds: tuple[Recompute, ...] = ("selective", "full")
-    needs = {kind: _with_recompute(costs, miss, kind) for kind in kinds}
+    needs = {kind: _with_recompute(costs, plan, stage, kind) for kind in kinds}
     helping = {kind: needed for kind, needed in needs.items() if needed < stage.memory.total}
     if helping:
         words = (f"recompute: {kind} it needs {show_bytes(needed)}" for kind, needed in helping.items())
@@ -68,8 +59,7 @@ def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) ->
 
 
 def _misses(costs: Costs, cards: Sequence[Card], options: Options, *, on_hosts: bool) -> Iterator[_Miss]:
-    """Plans that come near: as few pipelines as may be, layers dealt by what is left of the cards' memory;
-    with `on_hosts`, as much optimizer state as their hosts take."""
+    """Plans that come near: few pipelines, layers dealt by memory; `on_hosts`: with what hosts take."""
     for width in options.tensor:
         for order in _orders(list(groups_of(cards, width)), costs, options):
             for recompute in options.recompute:
@@ -77,7 +67,8 @@ def _misses(costs: Costs, cards: Sequence[Card], options: Options, *, on_hosts: 
                 if on_hosts:
                     plan = _with_hosts(costs, plan, options)
                 stages = cost_stages(costs, plan)
-                yield max((_Miss(plan, stage) for stage in stages), key=lambda miss: miss.ratio)
+                found = [(s.memory.total / max(s.capacity_bytes, 1.0), plan, s) for s in stages]
+                yield max(found, key=lambda miss: miss[0])
 
 
 def _orders(groups: Sequence[Replica], costs: Costs, options: Options) -> Iterator[list[Replica]]:
@@ -93,8 +84,7 @@ def _orders(groups: Sequence[Replica], costs: Costs, options: Options) -> Iterat
 
 
 def _plan(costs: Costs, order: Sequence[Replica], options: Options, recompute: Recompute) -> Plan:
-    """A pipeline of these groups, whose layers go one by one to where least is needed for what there is. Of
-    several pipelines, which would be alike, one stands for all."""
+    """A pipeline of these groups, layers where least is needed for what there is; it stands for all alike."""
     problem, last = costs.problem, len(order) - 1
     size = min(options.micro_batch_sizes)
     count = max(problem.global_batch_size // (min(options.pipelines or (1,)) * size), 1)
@@ -103,11 +93,10 @@ def _plan(costs: Costs, order: Sequence[Replica], options: Options, recompute: R
         part.layer.state_bytes + min(last + 1 - s, count) * part.layer.activation_bytes
         for s, part in enumerate(parts)
     ]
-    held = [0.0 for _ in order]
+    held, layers = [0.0] * (last + 1), [0] * (last + 1)
     held[0] += parts[0].units[0].state_bytes
     held[last] += parts[last].units[-1].state_bytes + parts[last].units[-1].transient_bytes
     rooms = [problem.room_bytes(replica[0].type) for replica in order]
-    layers = [0 for _ in order]
     for _ in range(problem.model.num_layers):
         s = min(range(last + 1), key=lambda s: ((held[s] + each[s]) / max(rooms[s], 1.0), s))
         held[s] += each[s]
@@ -137,11 +126,10 @@ def _with_hosts(costs: Costs, plan: Plan, options: Options) -> Plan:
 def _host_words(costs: Costs, replica: Replica) -> str:
     """Whether it is the host's memory that ends there, as text."""
     share = min(costs.host_of(card).memory_bytes for card in replica)
-    text = f", of whose memory a card has {show_bytes(share)}"
     node, cluster = replica[0].node, costs.problem.cluster
-    if cluster.groups[node].host is None:
-        text += f" (assumed: as much as the cards have together; state {cluster.host_key(node)})"
-    return text
+    assumed = f" (assumed: as much as the cards have together; state {cluster.host_key(node)})"
+    assumed = assumed if cluster.groups[node].host is None else ""
+    return f", of whose memory a card has {show_bytes(share)}{assumed}"
 
 
 def _memory_words(costs: Costs, card: Card) -> str:
@@ -154,19 +142,10 @@ def _memory_words(costs: Costs, card: Card) -> str:
     return f"{usable} ({problem.memory_fraction:.0%} of {whole}, search.memory_fraction)"
 
 
-def _page_words(costs: Costs, cards: Sequence[Card], options: Options) -> str:
-    """That a plan fits with parameters in pages, as text; nothing if none does, or was sought already."""
-    if options.offload_parameters or not pages_fit(costs, cards, options):
-        return ""
-    return ", or allow search.offload: [optimizer, parameters], with which a plan fits"
-
-
-def _with_recompute(costs: Costs, miss: _Miss, kind: Recompute) -> float:
+def _with_recompute(costs: Costs, plan: Plan, old: StageCost, kind: Recompute) -> float:
     """Bytes that the stage would need with this recompute."""
-    stage = miss.plan.pipelines[0].stages[miss.stage.stage]
-    if not stage.num_layers:
-        return math.inf
-    return change_stage(costs, miss.plan, miss.stage, replace(stage, recompute=kind)).memory.total
+    stage = replace(plan.pipelines[0].stages[old.stage], recompute=kind)
+    return change_stage(costs, plan, old, stage).memory.total if stage.num_layers else math.inf
 
 
 def _unit_words(stage: StageCost) -> str:
@@ -180,14 +159,12 @@ def _unit_words(stage: StageCost) -> str:
 
 def describe_no_shape(problem: PlanProblem, options: Options, cards: Sequence[Card]) -> str:
     """Why no pipelines can be made of the cards for this batch size, and which search keys to loosen."""
-    wanted = ", ".join(
-        f"{name} {'any' if values is None else list(values)}"
-        for name, values in (
-            ("pipelines", options.pipelines),
-            ("micro_batch_size", options.micro_batch_sizes),
-            ("num_micro_batches", options.num_micro_batches),
-        )
-    )
+    keys = {
+        "pipelines": options.pipelines,
+        "micro_batch_size": options.micro_batch_sizes,
+        "num_micro_batches": options.num_micro_batches,
+    }
+    wanted = ", ".join(f"{key} {'any' if own is None else list(own)}" for key, own in keys.items())
     return (
         f"no pipelines can be made: {len(cards)} cards, global_batch_size {problem.global_batch_size} = "
         f"pipelines * micro_batch_size * num_micro_batches with {wanted} has no solution"

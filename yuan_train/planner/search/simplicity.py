@@ -49,15 +49,14 @@ def keep_to_cards(ranked: Sequence[Candidate]) -> tuple[list[Candidate], Candida
 def burdens(plan: Plan) -> tuple[int, ...]:
     """How much a plan has of each of NAMES."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    types = [entry.type for entry in plan.ranks]
     kinds = {
-        tuple((stage.layers, _types(plan, stage), len(stage.replicas)) for stage in pipeline.stages)
+        tuple((s.layers, tuple(types[rank] for rank in s.ranks), len(s.replicas)) for s in pipeline.stages)
         for pipeline in plan.pipelines
     }
-    widths = {(plan.ranks[replica[0]].type, len(replica)) for stage in stages for replica in stage.replicas}
+    widths = {(types[replica[0]], len(replica)) for stage in stages for replica in stage.replicas}
     batches = {(pipeline.micro_batch_size, pipeline.num_micro_batches) for pipeline in plan.pipelines}
-    away = (
-        stage.optimizer_offload or stage.activation_offload or stage.parameter_offload for stage in stages
-    )
+    away = (s.optimizer_offload or s.activation_offload or s.parameter_offload for s in stages)
     return (
         len(kinds),
         sum(not stage.num_layers and not stage.embedding and not stage.head for stage in stages),
@@ -70,13 +69,8 @@ def burdens(plan: Plan) -> tuple[int, ...]:
     )
 
 
-def _types(plan: Plan, stage: StagePlan) -> tuple[str, ...]:
-    return tuple(plan.ranks[rank].type for rank in stage.ranks)
-
-
 def prefer_simple(costs: Costs, ranked: Sequence[Candidate], options: Options) -> list[Candidate]:
-    """The plans with the simplest first of those whose step is within `options.simplicity` of the fastest's,
-    some of which leave out what it has; then all slower ones."""
+    """The plans, first the simplest within `options.simplicity` of the fastest, then those slower than it."""
     limit = ranked[0].step_seconds * (1.0 + options.simplicity)
     near = [candidate for candidate in ranked if candidate.step_seconds <= limit]
     near += _without(costs, min(near, key=_burden), options, limit)
@@ -98,10 +92,8 @@ def _without(costs: Costs, start: Candidate, options: Options, limit: float) -> 
         lambda stage: replace(stage, in_flight=None),
     ]
     for change in changes:
-        pipelines = tuple(
-            replace(pipeline, stages=tuple(map(change, pipeline.stages))) for pipeline in start.plan.pipelines
-        )
-        plan = replace(start.plan, pipelines=pipelines)
+        pipelines = (replace(own, stages=tuple(map(change, own.stages))) for own in start.plan.pipelines)
+        plan = replace(start.plan, pipelines=tuple(pipelines))
         if plan == start.plan or not is_wanted(plan, options):
             continue
         try:

@@ -68,7 +68,7 @@ def with_nodes(cluster: Cluster, changed: Mapping[str, NodeGroup | None]) -> Clu
 # --- what would help -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """A change of the cluster or the run, and what planning again found."""
 
@@ -80,36 +80,23 @@ class Change:
     """In tokens per second, over the plan at hand; -1 if no plan fits."""
 
 
-@dataclass(frozen=True)
-class _Variant:
-    what: str
-    limit: Limit
-    adds: bool
-    """Whether the plan at hand remains lawful, and counts if the search finds none better."""
-    problem: PlanProblem
-    search: SearchConfig
+_Variant = tuple[str, Limit, bool, PlanProblem, SearchConfig]
+"""What is changed, what that tells, whether the plan at hand stays lawful (and counts if the search finds no
+better one), and what is searched then."""
 
 
 def explain_plan(
     problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, step_seconds: float
 ) -> tuple[Change, ...]:
-    """The changes, the most helpful first; `step_seconds` is the step of the plan at hand.
-
-    Each change takes a search; `search.time_limit` holds for each.
-    """
+    """The changes, the most helpful first; `step_seconds` is the step of the plan at hand. Each change takes
+    a search; `search.time_limit` holds for each."""
     tokens = problem.sequence_length * problem.global_batch_size / step_seconds
     found: list[Change] = []
-    for variant in _variants(problem, search):
-        result = plan_again(variant.problem, variant.search, micro_batch_size)
-        rate = 0.0
+    for what, limit, adds, own, keys in _variants(problem, search):
+        result, rate = plan_again(own, keys, micro_batch_size), tokens if adds else 0.0
         if isinstance(result, SearchResult):
-            batch = variant.problem.global_batch_size * variant.problem.sequence_length
-            rate = batch / result.best.step_seconds
-        rate = max(rate, tokens) if variant.adds else rate
-        gain = rate / tokens - 1.0
-        found.append(
-            Change(what=variant.what, limit=variant.limit, tokens_per_second=rate or None, gain=gain)
-        )
+            rate = max(rate, own.global_batch_size * own.sequence_length / result.best.step_seconds)
+        found.append(Change(what, limit, rate or None, rate / tokens - 1.0))
     return tuple(sorted(found, key=lambda change: -change.gain))
 
 
@@ -117,7 +104,7 @@ def _variants(problem: PlanProblem, search: SearchConfig) -> Iterator[_Variant]:
     cluster = problem.cluster
 
     def other(what: str, limit: Limit, changed: Cluster, *, adds: bool = True) -> _Variant:
-        return _Variant(what, limit, adds, replace(problem, cluster=changed), search)
+        return what, limit, adds, replace(problem, cluster=changed), search
 
     types = dict.fromkeys(card.type for card in cluster.cards)
     for name in types:
@@ -134,10 +121,10 @@ def _variants(problem: PlanProblem, search: SearchConfig) -> Iterator[_Variant]:
         nodes = tuple(replace(group, link=_twice(group.link)) for group in cluster.nodes)
         yield other("links inside nodes twice as fast", "link", replace(cluster, nodes=nodes))
     twice = replace(problem, global_batch_size=2 * problem.global_batch_size)
-    yield _Variant("twice as many sequences per step", "filling", False, twice, search)
+    yield "twice as many sequences per step", "filling", False, twice, search
     if not search.half_layers and problem.profile is None:
         halves = replace(search, half_layers=True)
-        yield _Variant("stages that may end in half a layer", "granularity", True, problem, halves)
+        yield "stages that may end in half a layer", "granularity", True, problem, halves
 
 
 def _twice(link: Link | None) -> Link | None:
@@ -212,11 +199,9 @@ def rent_plan(
     num_steps: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rent:
-    """The plan for `search.objective`, of all parts of the cluster that are tried.
-
-    `search.time_limit` holds for all of them together. Raises ConfigError without prices, NoPlanFits if no
-    plan fits, or none ends in time.
-    """
+    """The plan for `search.objective`, of all parts of the cluster that are tried. `search.time_limit` holds
+    for all of them together. Raises ConfigError without prices, NoPlanFits if no plan fits, or none ends in
+    time."""
     check_prices(problem.cluster, search.objective)
     started = clock()
 
@@ -279,10 +264,9 @@ def _choose(found: list[Rented], search: SearchConfig, num_steps: int) -> Rented
 
 def _pareto(found: list[Rented]) -> tuple[Rented, ...]:
     ranked = sorted(found, key=lambda part: (part.step_seconds, part.price_per_step))
-    kept: list[Rented] = []
-    for part in ranked:
-        if not kept or part.price_per_step < kept[-1].price_per_step * (1 - 1e-9):
-            kept.append(part)
+    kept = ranked[:1]
+    for part in ranked[1:]:
+        kept += [part] if part.price_per_step < kept[-1].price_per_step * (1 - 1e-9) else []
     return tuple(kept)
 
 
@@ -312,11 +296,8 @@ class Largest:
 
 
 def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int) -> Largest:
-    """The largest model that differs from the problem's in its number of layers alone.
-
-    Searches by bisection, for what a plan needs grows with its layers. Raises NoPlanFits if one layer is too
-    much.
-    """
+    """The largest model that differs from the problem's in its number of layers alone. Searches by bisection,
+    for what a plan needs grows with its layers. Raises NoPlanFits if one layer is too much."""
     quick = replace(search, time_limit=min(search.time_limit, PROBE_SECONDS))
 
     def refusal(num_layers: int) -> NoPlanFits | ConfigError | None:
@@ -327,20 +308,14 @@ def find_largest(problem: PlanProblem, search: SearchConfig, *, micro_batch_size
         return None if isinstance(found, SearchResult) else found
 
     fits, too_many, why = 0, 1, None
-    while why is None and fits < MOST_LAYERS:
-        why = refusal(too_many)
-        if why is None:
-            fits, too_many = too_many, min(2 * too_many, MOST_LAYERS)
-    if fits == 0:
-        assert why is not None
+    while fits < MOST_LAYERS and (why := refusal(too_many)) is None:
+        fits, too_many = too_many, min(2 * too_many, MOST_LAYERS)
+    if fits == 0 and why is not None:
         raise why
     while why is not None and too_many - fits > 1:
         middle = (fits + too_many) // 2
         found = refusal(middle)
-        if found is not None:
-            too_many, why = middle, found
-        else:
-            fits = middle
+        fits, too_many, why = (middle, too_many, why) if found is None else (fits, middle, found)
     largest = _with_layers(problem, fits)
     result = search_plan(largest, search, micro_batch_size=micro_batch_size)
     return Largest(problem=largest, result=result, refusal="" if why is None else str(why))
