@@ -16,7 +16,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "export-hf",
-        help="turn a checkpoint into a Hugging Face model",
         description="Writes safetensors under the published names, config.json, and the tokenizer if there "
         "is one. transformers loads it; a Yuan model comes with code, for trust_remote_code. One tensor is "
         "in memory at a time.",

@@ -24,7 +24,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "import-hf",
-        help="turn a Hugging Face model into a checkpoint",
         description="Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of "
         "a Yuan 2.0 (dense or M32), Llama or Qwen model, and writes a checkpoint of step 0 for generate, "
         "evaluate and train. One tensor is in memory at a time. No code in the folder is run. Adapters in "

@@ -66,7 +66,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "profile",
-        help="measure this machine's card",
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
         "what they hold in memory; with a run of reinforcement learning its generation too. `yuan-train plan "
         "--profile` then needs no estimates for it. Under torchrun, one process per card, all cards are "
