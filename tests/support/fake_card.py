@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel.device import CardFacts, CardMemory, Device, Mark, Stream
-from yuan_train.parallel.transport import GroupTransport, Ranges
+from yuan_train.parallel.transport import Ranges, Transport
 
 POISON = 255
 SEGMENT = 2 << 20
@@ -503,7 +503,7 @@ class _Count(TorchDispatchMode):
 # --- messages and sums ------------------------------------------------------------------------------------
 
 
-class FakeNcclTransport(GroupTransport):
+class FakeNcclTransport(Transport):
     """nccl's waits over gloo: what arrives is poison until `wait`. With `waits` False, after it too."""
 
     library = "gloo"

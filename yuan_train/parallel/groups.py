@@ -31,7 +31,6 @@ from yuan_train.parallel.board import Board, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
-    GroupTransport,
     LostPeer,
     Transport,
     blame_peers,
@@ -330,11 +329,11 @@ def make_groups(
         options = device.message_options(timeout) if of_messages and library == device.library else None
         return _new_group(ranks, timeout=timeout, backend=library, options=options)
 
-    def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> GroupTransport:
+    def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Transport:
         return transport_of(group, ranks, device=device, via_host=grid.plan.via_host(ranks))
 
     own = grid.replica(grid.coords[rank])
-    edges: dict[Edge, GroupTransport] = {}
+    edges: dict[Edge, Transport] = {}
     for edge in grid.edges:
         ranks = (edge.sender, edge.receiver)
         group = new_group(ranks, of_messages=True)
@@ -346,7 +345,7 @@ def make_groups(
         for i in range(bucket.num_slices)
         if len(bucket.owners) > 1
     )
-    owners: dict[tuple[int, ...], GroupTransport] = {}
+    owners: dict[tuple[int, ...], Transport] = {}
     for ranks in shared:
         group = new_group(ranks)
         if rank in ranks:
@@ -392,9 +391,7 @@ def make_tensor_groups(
     return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in rank_groups}
 
 
-def make_pair(
-    ranks: tuple[int, int], *, device: Device, via_host: bool, timeout_seconds: float
-) -> GroupTransport:
+def make_pair(ranks: tuple[int, int], *, device: Device, via_host: bool, timeout_seconds: float) -> Transport:
     """A group of two ranks, to be freed by them; collective over all ranks."""
     library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
     # As an edge of a plan, whose rate it measures.

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from subprocess import Popen
-from types import TracebackType
 from typing import Any, Self
 
 from yuan_train.config.errors import ConfigError, DataError
@@ -92,9 +91,7 @@ class Environments:
             time.sleep(LOOK_SECONDS / 10)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._ends = True
         self._thread.join()
         for host in self._hosts:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import IO, Any, Self
 
 from yuan_train.config.errors import ConfigError
@@ -120,9 +119,7 @@ class Scorers:
             raise ConfigError(f"reward.functions: {error}") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         for worker in self._workers:
             end_worker(worker.process)
         self._workers.clear()
@@ -268,9 +265,7 @@ class ScoringThread:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._ends = True
         self._given.put(None)
         if kind is None:
