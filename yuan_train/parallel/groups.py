@@ -217,13 +217,22 @@ def guard_world_collective(coord: RankCoord, what: str) -> Iterator[None]:
         yield
 
 
-def gather_objects(value: T) -> list[T]:
-    """What each rank has; collective over all of them."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of a group has, None: of the world; collective over them."""
     if not dist.is_initialized():
         return [value]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, value, group=group)
     return told
+
+
+def share_object(value: T, *, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """What rank `source` of the world has, on all ranks of a group, None: of the world; collective."""
+    if not dist.is_initialized():
+        return value
+    told: list[Any] = [value]
+    dist.broadcast_object_list(told, src=source, group=group)
+    return told[0]
 
 
 def wait_for_world(coord: RankCoord, what: str) -> None:

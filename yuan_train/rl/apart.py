@@ -36,7 +36,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, share_object, wait_for_world
 from yuan_train.parallel.links import RolePosition, take_weights
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.zero import EngineOptions
@@ -531,19 +531,18 @@ class RemoteCollector(Collector):
                     self._take()
                     self._ask_again()
         wait_for_world(self._trainer.runtime.coord, "the engines' answers")
-        told: list[Any] = [None]
+        told: _Heard = ({}, {}, {})
         for ticket in tickets:
             del self._owner[ticket.number]
         if self._engines.is_controller:
             numbers = [ticket.number for ticket in tickets]
-            told[0] = [
-                {number: kept.pop(number) for number in numbers}
-                for kept in (self._found, self._told_early, self._scored)
-            ]
-        if dist.is_initialized():
-            with guard_world_collective(self._trainer.runtime.coord, "the broadcast of answers"):
-                dist.broadcast_object_list(told, src=0)
-        samples, heard, scored = cast(_Heard, told[0])
+            told = (
+                {number: self._found.pop(number) for number in numbers},
+                {number: self._told_early.pop(number) for number in numbers},
+                {number: self._scored.pop(number) for number in numbers},
+            )
+        with guard_world_collective(self._trainer.runtime.coord, "the broadcast of answers"):
+            samples, heard, scored = share_object(told)
         self._told |= {number: found for number, found in heard.items() if isinstance(number, int)}
         self._scored |= scored
         return [samples[ticket.number] for ticket in tickets]

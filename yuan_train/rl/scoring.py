@@ -28,7 +28,7 @@ from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
-from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.groups import as_training_error, share_object
 from yuan_train.parallel.links import RolePosition, enter_role, join_role, take_weights
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.engines import (
@@ -90,14 +90,13 @@ class Requests:
 
     def tell(self, value: Any) -> Any:
         """The leader's value, on all ranks; they wait for it, however long that takes."""
-        told: list[Any] = [value]
-        if self._group is not None:
-            what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
-            with as_training_error(self._coord):
-                wait_for_all(ranks, what, self._group)
-                with blame_peers(what, ranks):
-                    dist.broadcast_object_list(told, src=self._leader, group=self._group)
-        return told[0]
+        if self._group is None:
+            return value
+        what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
+        with as_training_error(self._coord):
+            wait_for_all(ranks, what, self._group)
+            with blame_peers(what, ranks):
+                return share_object(value, source=self._leader, group=self._group)
 
     def answer(self, value: Any) -> None:
         """On the leader, start to send the controller a value; on the others nothing."""
