@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,11 @@ from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, share_object, wait_for_world
 from yuan_train.parallel.links import RolePosition, take_weights
-from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
     Channel,
+    EngineEnds,
     Engines,
     Inbox,
     RemoteRewardModel,
@@ -323,28 +323,6 @@ class _ToldOfTicket:
 
     engine: int
     message: Answered
-
-
-class EngineEnds(Protocol):
-    """The ends of a rank of the policy of all engines; see `Engines`."""
-
-    @property
-    def is_controller(self) -> bool: ...
-
-    @property
-    def left(self) -> tuple[int, ...]: ...
-
-    def tell(self, engine: int, message: Any) -> None: ...
-
-    def tell_all(self, message: Any) -> None: ...
-
-    def hear(self) -> tuple[int, Any | None]: ...
-
-    def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
-    ) -> int: ...
-
-    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)

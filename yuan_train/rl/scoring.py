@@ -13,10 +13,10 @@ controller, and tells the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,14 @@ from yuan_train.rl.engines import (
     connect_seconds,
     fates_of,
     job_ranks,
+    message_link,
     role_buckets,
-    role_message_link,
-    role_weight_link,
+    weight_link,
 )
 from yuan_train.rl.experience import Answers, RowFeed, Rows
-from yuan_train.rl.lanes import Lanes, Recorder
-from yuan_train.rl.losses import TokenScores
-from yuan_train.rl.reward_model import LastValues, find_reward_model
+from yuan_train.rl.lanes import Lanes
+from yuan_train.rl.losses import last_values, log_probs_at
+from yuan_train.rl.reward_model import find_reward_model
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
 from yuan_train.train.ending import ending_together, stop_on_sigterm
 from yuan_train.train.job import Job, Position, check_position
@@ -153,13 +153,13 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
     channel: Channel | None = None
     if position.rank == 0:
         with as_training_error(coord):
-            link = role_message_link(job.roles, job.role, position, connect_seconds(job.run.train))
+            link = message_link(job.roles, job.role, position, connect_seconds(job.run.train))
         channel = Channel(link, job.roles.role_ranks["policy"].start)
     requests = Requests(coord, channel, 0, dist.group.WORLD if dist.is_initialized() else None)
     for kind, *rest in requests:
         if kind == "weights":
             with as_training_error(coord):
-                take(trained=True)
+                take(True)
             continue
         rows, count = cast("tuple[Rows, int]", tuple(rest))
         requests.answer(_score(job, lanes, rows, count))
@@ -167,19 +167,13 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
 
 def _score(job: ScoringJob, lanes: Lanes, rows: Rows, count: int) -> torch.Tensor:
     """A number of each of `count` tokens or sequences: fp64 on the host, on all ranks of the role."""
-
-    def make(place_RS: torch.Tensor) -> Recorder:
-        if job.role == "reward" and job.run.reward.model is not None:
-            return LastValues(place_RS, count)
-        return TokenScores(place_RS, count, temperature=job.run.generation.temperature)
-
-    return lanes.record(rows, make, "scores")
+    judges = job.role == "reward" and job.run.reward.model is not None
+    numbers = last_values if judges else log_probs_at(job.run.generation.temperature)
+    return lanes.record(rows, count, numbers, "scores")
 
 
-class _Take(Protocol):
-    def __call__(self, *, trained: bool) -> None:
-        """Take the weights that the policy sends: all, or those that are trained. Raises LostPeer."""
-        ...
+_Take = Callable[[bool], None]
+"""Takes the weights that the policy sends: all, or those alone that are trained. Raises LostPeer."""
 
 
 def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
@@ -188,14 +182,14 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
     if job.reward_model is not None:
         load_runtime(job.reward_model, runtime)
 
-        def never(*, trained: bool) -> None:
+        def never(_: bool) -> None:
             raise AssertionError("a checkpoint's weights stay as they are")
 
         return never
     with as_training_error(runtime.coord):
-        link = role_weight_link(roles, job.role, position, connect_seconds(job.run.train))
+        link = weight_link(roles, job.role, position, connect_seconds(job.run.train))
 
-        def take(*, trained: bool) -> None:
+        def take(trained: bool) -> None:
             take_weights(
                 role_buckets(roles, job.role, dtype.itemsize, trained=trained),
                 own_weights(runtime),
@@ -205,5 +199,5 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
                 dtype=dtype,
             )
 
-        take(trained=False)
+        take(False)
     return take
