@@ -264,6 +264,16 @@ class ModelConfig:
         return 3 * (layers + self.head_forward_flops) - frozen
 
 
+EXPERT_FIELDS = (
+    "num_experts",
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "router",
+    "norm_topk_prob",
+    "balance",
+    "balance_rate",
+)
+"""Fields of an architecture that may have experts."""
 OPTIONAL_FIELDS = (
     "attention",
     "num_key_value_heads",
@@ -272,13 +282,7 @@ OPTIONAL_FIELDS = (
     "rope_scaling",
     "rotary_dim",
     "rotary_form",
-    "num_experts",
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "router",
-    "norm_topk_prob",
-    "balance",
-    "balance_rate",
+    *EXPERT_FIELDS,
 )
 """Fields that only some architectures take."""
 
@@ -359,7 +363,7 @@ def _rotary_constraints(model: ModelConfig) -> Iterator[Violation]:
 
 def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:
     if not model.num_experts:
-        for name in _OF_EXPERTS:
+        for name in EXPERT_FIELDS[1:]:
             value = getattr(model, name)
             if value != ModelConfig.__dataclass_fields__[name].default:
                 yield Violation((name,), f"{value!r}, but num_experts is 0; set both or none")
@@ -388,16 +392,6 @@ def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:
             f"{model.experts_per_token} of {model.num_experts} experts; wanted {fewest} or more"
             f"{why if model.norm_topk_prob else ''}, and at most all",
         )
-
-
-_OF_EXPERTS = (
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "router",
-    "norm_topk_prob",
-    "balance",
-    "balance_rate",
-)
 
 
 def _foreign_fields(model: ModelConfig) -> Iterator[Violation]:

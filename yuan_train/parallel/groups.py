@@ -181,18 +181,24 @@ def enter_world(board: Board, *, device: Device, timeout_seconds: float) -> None
     LostRank if the ranks do not connect.
     """
     meeting = board.meeting
+    store = dist.PrefixStore(f"attempt-{meeting.attempt}", board.store)
+    connect("the ranks", store, meeting.rank, meeting.world_size, device, timeout_seconds)
+
+
+def connect(
+    who: str, store: dist.Store, rank: int, world_size: int, device: Device, timeout_seconds: float
+) -> None:
+    """Initialise torch.distributed with ranks that meet in a store. Raises LostRank, naming `who` they are,
+    if they do not connect."""
+    timeout = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group(
-            world_backend(device),
-            store=dist.PrefixStore(f"attempt-{meeting.attempt}", board.store),
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            world_backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     except (RuntimeError, ValueError) as error:
         if not is_lost_connection(error):
             raise
-        raise LostRank(f"the ranks could not connect: {without_frames(error)}") from error
+        raise LostRank(f"{who} could not connect: {without_frames(error)}") from error
 
 
 def world_backend(device: Device) -> str:
