@@ -8,8 +8,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from yuan_train.checkpoint.hf import HUB_NAME, push_model
+from yuan_train.checkpoint.hf import push_model
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import HUB_NAME
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -466,7 +466,7 @@ _OTHER_KINDS = {
     "base_model_name_or_path": "a config of adapters; wanted the model that they belong to",
 }
 """By a key that no model has: what the file is."""
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """ORG/NAME, as models are called on the Hugging Face Hub."""
 
 
@@ -494,7 +494,7 @@ def locate_model(name: str | Path, folders: Sequence[Path] = (Path(),)) -> Path:
 
 def hub_advice(name: str | Path) -> str:
     """How to get a model of the Hub, for a path that is not there but reads like its name; else nothing."""
-    if not _HUB_NAME.fullmatch(str(name)):
+    if not HUB_NAME.fullmatch(str(name)):
         return ""
     folder = str(name).rpartition("/")[2]
     return (
