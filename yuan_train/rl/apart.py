@@ -45,7 +45,7 @@ from yuan_train.rl.engines import (
     EngineEnds,
     Engines,
     Inbox,
-    RemoteRewardModel,
+    RemoteReadingModel,
     connect_seconds,
     engine_ranks,
     job_ranks,
@@ -66,7 +66,7 @@ from yuan_train.rl.generator import (
     pipeline_group,
 )
 from yuan_train.rl.job import RLJob, check_supported, read_file
-from yuan_train.rl.reward_model import RewardModel
+from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
 from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
@@ -363,7 +363,7 @@ class RemoteCollector(Collector):
         job: RLJob,
         trainer: Trainer,
         scorers: Scorers | None,
-        reward_model: RewardModel | RemoteRewardModel | None,
+        reward_model: ReadingModel | RemoteReadingModel | None,
         fleet: Fleet,
     ) -> None:
         super().__init__(job, trainer, None, scorers, reward_model)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.data.prompts import Prompt
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, wait_for_world
-from yuan_train.rl.engines import RemoteRewardModel
+from yuan_train.rl.engines import RemoteReadingModel
 from yuan_train.rl.experience import Group, Sample, Ticket, share_out
 from yuan_train.rl.generator import Drawing, Engine, Talk
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.reward_model import RewardModel, score_error
+from yuan_train.rl.reading_model import ReadingModel, score_error
 from yuan_train.rl.rewards import Scorers, Scores, answer_fields, reward_of
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
@@ -50,7 +50,7 @@ class Collector:
         trainer: Trainer,
         engine: Engine | None,
         scorers: Scorers | None,
-        reward_model: RewardModel | RemoteRewardModel | None,
+        reward_model: ReadingModel | RemoteReadingModel | None,
         talk: Talk | None = None,
     ) -> None:
         """`engine`: None where other cards generate; `scorers`: on rank 0; `talk`: with environments."""
@@ -245,7 +245,7 @@ class Collector:
 
     def _with_model(
         self,
-        model: RewardModel | RemoteRewardModel,
+        model: ReadingModel | RemoteReadingModel,
         groups: Sequence[tuple[Ticket, Sequence[Sample]]],
         scored: Sequence[Scores],
     ) -> list[Scores]:

@@ -460,7 +460,7 @@ class RemoteReference(RemoteScores):
             wait()
 
 
-class RemoteRewardModel(RemoteScores):
+class RemoteReadingModel(RemoteScores):
     """A reward model or a teacher on other cards."""
 
     def __init__(self, roles: RlPlan, trainer: Trainer, position: RolePosition, run: RLConfig) -> None:
@@ -470,13 +470,13 @@ class RemoteRewardModel(RemoteScores):
         self._packed = run.train.pack
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The value at the last token of each sequence, as `RewardModel.score`."""
+        """The value at the last token of each sequence, as `ReadingModel.score`."""
         if not sequences:
             return []
         rows = make_score_rows(sequences, length=self._length, packed=self._packed)
         return self.log_probs([rows], [len(sequences)]).tolist()
 
     def log_probs(self, batches: Sequence[Rows], counts: Sequence[int]) -> Tensor:
-        """Of a teacher, the log-probability of each token, as `RewardModel.log_probs`."""
+        """Of a teacher, the log-probability of each token, as `ReadingModel.log_probs`."""
         self.begin(batches, counts)
         return self.finish()

@@ -43,7 +43,7 @@ from yuan_train.rl.engines import (
 from yuan_train.rl.experience import Answers, RowFeed, Rows
 from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import last_values, log_probs_at
-from yuan_train.rl.reward_model import find_reward_model
+from yuan_train.rl.reading_model import find_reading_model
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
 from yuan_train.train.ending import ending_together, stop_on_sigterm
 from yuan_train.train.job import Job, Position, check_position
@@ -119,7 +119,7 @@ class ScoringJob:
     role: ScoringRole
     own: Job
     """Of a trainer that only runs forward."""
-    reward_model: Checkpoint | None
+    reading_model: Checkpoint | None
 
 
 def prepare_scoring(run: RLConfig, roles: RlPlan, role: ScoringRole, position: Position) -> ScoringJob:
@@ -127,14 +127,14 @@ def prepare_scoring(run: RLConfig, roles: RlPlan, role: ScoringRole, position: P
     plan = roles.plans[role]
     own = replace(policy_run(run, sequence_length=plan.sequence_length), model=plan.model)
     device, tokenizer = check_position(own, plan, position)
-    reward_model = find_reward_model(run, tokenizer) if role == "reward" else None
-    if reward_model is not None and replace(reward_model.model, name="") != replace(plan.model, name=""):
+    reading_model = find_reading_model(run, tokenizer) if role == "reward" else None
+    if reading_model is not None and replace(reading_model.model, name="") != replace(plan.model, name=""):
         raise PlanError(
-            f"roles.reward.plan.model: not that of {reward_model.path} (of reward.model or "
+            f"roles.reward.plan.model: not that of {reading_model.path} (of reward.model or "
             "reward.teacher); plan again"
         )
     job = Job(own, plan, position, device, Answers([]), None, tokenizer, None)
-    return ScoringJob(run, roles, role, job, reward_model)
+    return ScoringJob(run, roles, role, job, reading_model)
 
 
 def serve_scores(job: ScoringJob) -> None:
@@ -179,8 +179,8 @@ _Take = Callable[[bool], None]
 def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
     """Fill this rank's weights: those of the policy, or a checkpoint's; returns what takes the next ones."""
     runtime, dtype, roles = trainer.runtime, DTYPES[job.run.train.precision], job.roles
-    if job.reward_model is not None:
-        load_runtime(job.reward_model, runtime)
+    if job.reading_model is not None:
+        load_runtime(job.reading_model, runtime)
 
         def never(_: bool) -> None:
             raise AssertionError("a checkpoint's weights stay as they are")

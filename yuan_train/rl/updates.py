@@ -15,11 +15,11 @@ from yuan_train.objectives import advantages as kinds
 from yuan_train.objectives.losses import BatchTotals, explained_variance, reward_penalty
 from yuan_train.parallel.groups import guard_world_collective, sum_over_world
 from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
-from yuan_train.rl.engines import RemoteReference, RemoteRewardModel
+from yuan_train.rl.engines import RemoteReadingModel, RemoteReference
 from yuan_train.rl.experience import Group, RowFeed, Rows, make_rows
 from yuan_train.rl.lanes import Lanes
 from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, log_probs_at
-from yuan_train.rl.reward_model import RewardModel
+from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
 
@@ -154,7 +154,7 @@ class Updater:
         sequence_length: int,
         reference: Reference | RemoteReference | None,
         critic: Critic | None = None,
-        teacher: RewardModel | RemoteRewardModel | None = None,
+        teacher: ReadingModel | RemoteReadingModel | None = None,
     ) -> None:
         self._run = run
         self._trainer = trainer

@@ -29,7 +29,7 @@ from yuan_train.train.objective import Targets
 from yuan_train.train.step import Trainer
 
 
-def find_reward_model(run: RLConfig, tokenizer: Tokenizer | None) -> Checkpoint | None:
+def find_reading_model(run: RLConfig, tokenizer: Tokenizer | None) -> Checkpoint | None:
     """The checkpoint of `reward.model` or `reward.teacher`, or None. Raises CheckpointError if it cannot read
     the answers."""
     if run.reward.reader is None:
@@ -66,7 +66,7 @@ def find_reward_model(run: RLConfig, tokenizer: Tokenizer | None) -> Checkpoint 
     return found
 
 
-class RewardModel:
+class ReadingModel:
     """Reads answers; every rank calls the same, at the same time."""
 
     def __init__(self, checkpoint: Checkpoint, run: RLConfig, trainer: Trainer) -> None:
