@@ -305,7 +305,7 @@ def build(job: Job) -> tuple[Job, MegatronEngine, Progress]:
 
 def _make_engine(job: Job, world: MegatronWorld, expression: Expression) -> MegatronEngine:
     run, coord = job.run, world.coord
-    stopwatch = Stopwatch(job.device, pace=world.grid.pace(coord.rank))
+    stopwatch = Stopwatch(job.device, simulated=world.grid.simulated(coord.rank))
     batches, timers = Batches(), Timers(stopwatch)
     resets = job.tokenizer is not None and run.data.resets
     chunks = build_chunks(job.plan, coord, expression, batches, precision=run.train.precision, timers=timers)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.cluster import Cluster
-from yuan_train.config.devices import Backend, Pace
+from yuan_train.config.devices import Backend, Simulated
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import HostProfile, LinkProfile, NodeLinkProfile
 from yuan_train.parallel.device import Device
@@ -423,7 +423,7 @@ class _Products:
     """Products of matrices, as long as one wants."""
 
     def __init__(self, device: Device, slowdown: float) -> None:
-        self._stopwatch = Stopwatch(device, pace=Pace(slowdown))
+        self._stopwatch = Stopwatch(device, simulated=Simulated(slowdown))
         self._factor = torch.full((OVERLAP_WIDTH, OVERLAP_WIDTH), 1 / OVERLAP_WIDTH, device=device.torch)
         self._product = torch.empty_like(self._factor)
 

@@ -86,7 +86,7 @@ def _name(offer: int, place: int) -> str:
     return f"ticket drawn of {offer}: {place}"
 
 
-PACE_MEMORY = 0.95
+SPEED_MEMORY = 0.95
 """What an engine told before counts so much less with each message."""
 PART_LEFT = 0.5
 """Of the tickets that all engines would draw while a slow one needs longer than the fastest, what part it
@@ -94,7 +94,7 @@ leaves to the others. In simulations of 2 and 3 engines, up to 4 times as slow, 
 
 
 @dataclass
-class _EnginePace:
+class _EngineSpeed:
     """What an engine has told of late: sums of which what is old counts less."""
 
     seconds: float = 0.0
@@ -108,10 +108,10 @@ class _EnginePace:
         longest: dict[int | str, int] = {}
         for sample in message.samples:
             longest[sample.ticket] = max(longest.get(sample.ticket, 0), len(sample.ids))
-        self.seconds = PACE_MEMORY * self.seconds + message.seconds
-        self.rounds = PACE_MEMORY * self.rounds + message.rounds
-        self.tickets = PACE_MEMORY * self.tickets + len(longest)
-        self.longest = PACE_MEMORY * self.longest + sum(longest.values())
+        self.seconds = SPEED_MEMORY * self.seconds + message.seconds
+        self.rounds = SPEED_MEMORY * self.rounds + message.rounds
+        self.tickets = SPEED_MEMORY * self.tickets + len(longest)
+        self.longest = SPEED_MEMORY * self.longest + sum(longest.values())
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,22 @@ class Offers:
         self._count = 0
         self._places: dict[int | str, tuple[int, int]] = {}
         """By ticket, its newest offer and its place there."""
-        self._paces = [_EnginePace() for _ in range(num_engines)]
+        self._speeds = [_EngineSpeed() for _ in range(num_engines)]
 
     def hear(self, engine: int, message: Answered) -> None:
         """Learn how fast an engine is."""
-        self._paces[engine].hear(message)
+        self._speeds[engine].hear(message)
 
     def leaves(self, engine: int, left: Sequence[int]) -> int:
         """How many of the last tickets of an offer an engine leaves to faster ones of those that are left;
         none before all have told how fast they are."""
-        paces = [self._paces[one] for one in left]
-        if any(not pace.rounds or not pace.tickets for pace in paces):
+        speeds = [self._speeds[one] for one in left]
+        if any(not speed.rounds or not speed.tickets for speed in speeds):
             return 0
-        own = self._paces[engine]
-        slower = own.seconds / own.rounds - min(pace.seconds / pace.rounds for pace in paces)
-        longest = sum(pace.longest for pace in paces) / sum(pace.tickets for pace in paces)
-        drawn = sum(pace.tickets / pace.seconds for pace in paces if pace.seconds)
+        own = self._speeds[engine]
+        slower = own.seconds / own.rounds - min(speed.seconds / speed.rounds for speed in speeds)
+        longest = sum(speed.longest for speed in speeds) / sum(speed.tickets for speed in speeds)
+        drawn = sum(speed.tickets / speed.seconds for speed in speeds if speed.seconds)
         return round(PART_LEFT * drawn * slower * longest)
 
     def make(self, tickets: Sequence[Ticket], drawing: Drawing) -> Offer:
@@ -658,7 +658,7 @@ class _Server:
             run,
             slots=pipeline.num_sequences,
             groups=pipeline.num_micro_batches,
-            stopwatch=Stopwatch(job.device, pace=grid.pace(coord.rank)),
+            stopwatch=Stopwatch(job.device, simulated=grid.simulated(coord.rank)),
             device=job.device.torch,
             ranks=self._group,
         )

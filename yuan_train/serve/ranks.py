@@ -218,7 +218,7 @@ class Lane:
             prefill_chunk=PREFILL_CHUNK,
             device=job.device.torch,
             dtype=job.dtype,
-            stopwatch=Stopwatch(job.device, pace=grid.pace(coord.rank)),
+            stopwatch=Stopwatch(job.device, simulated=grid.simulated(coord.rank)),
             ranks=self._groups.get(self._own[coord.pipeline]),
             documents=job.documents,
         )

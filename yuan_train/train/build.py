@@ -79,8 +79,8 @@ def build(
     resets = _resets(job) if feed is None else run.data.resets
     feed = Feed(_share(job, runtime)) if feed is None else feed
     pair_loss = PairLoss(run.objective, device=job.device.torch) if run.objective.reads_pairs else None
-    stopwatch = Stopwatch(job.device, pace=runtime.grid.pace(rank))
-    runtime.reducer.pace = stopwatch.catch_up
+    stopwatch = Stopwatch(job.device, simulated=runtime.grid.simulated(rank))
+    runtime.reducer.catch_up = stopwatch.catch_up
     for state in runtime.states:
         state.pause = stopwatch.paused
     tiers = _tiers(job, runtime, stopwatch)
