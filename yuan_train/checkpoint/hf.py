@@ -36,6 +36,7 @@ from yuan_train.models.published import (
     EMBEDDING,
     HEAD,
     PublishedFormat,
+    Publishing,
     TensorMapping,
     format_for,
     format_of,
@@ -451,9 +452,8 @@ def export_hf(
     head = hf.get("head", published.STORES_TIED_HEAD)
     reader, dtypes = WholeTensorReader(checkpoint), {} if dtype else hf.get("dtypes", {})
     tensors = dict(_published(checkpoint.model, reader, common, dtypes, head)) | dict(reader.buffers())
-    config = published.published_config(
-        checkpoint.model, dtype=common, original=hf.get("config"), resets=data, token_ids=token_ids
-    )
+    how = Publishing(dtype=common, original=hf.get("config") or {}, resets=data, token_ids=token_ids or {})
+    config = published.published_config(checkpoint.model, how)
     with new_folder(out) as temporary:
         _write_weights(temporary, tensors, shard_bytes)
         _write_configs(temporary, config)
@@ -513,7 +513,7 @@ def write_model(
     """
     published = format_of(model.architecture)
     tensors = dict(_published(model, reader, dtype, {}, published.STORES_TIED_HEAD))
-    config = published.published_config(model, dtype=dtype, original=None, resets=resets, token_ids=None)
+    config = published.published_config(model, Publishing(dtype=dtype, resets=resets))
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)

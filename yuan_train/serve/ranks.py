@@ -36,7 +36,7 @@ from yuan_train.parallel.groups import (
     meet,
     share_object,
 )
-from yuan_train.parallel.shard import global_boxes
+from yuan_train.parallel.shard import box_views
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.generator import Engine, Token
@@ -315,9 +315,9 @@ class Lane:
         for name, weight in own_weights(self._runtime).items():
             whole, shard = held[name].read(), self._runtime.shards[name]
             part = torch.empty(weight.numel(), dtype=weight.dtype)
-            for box in global_boxes(shard, shard.index, shard.count, 0, part.numel()):
+            for box in box_views(shard, part):
                 here = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                part[box.start : box.start + box.num_elements].view(box.sizes).copy_(whole[here])
+                box.tensor.copy_(whole[here])
             found[name] = part.view(weight.shape)
         return found
 
