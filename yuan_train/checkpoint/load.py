@@ -60,6 +60,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {STATE} describes no model: {error}") from None
 
     @property
+    def resets(self) -> dict[str, bool]:
+        """What its model was trained to reset at document ends."""
+        data = self.state.get("run", {}).get("data", {})
+        defaults = {"reset_position_ids": True, "reset_attention": False, "reset_filter": False}
+        return {key: data.get(key, default) for key, default in defaults.items()}
+
+    @property
     def tokenizer(self) -> Path | None:
         """Directory of the tokenizer in it; None if it has none."""
         path = self.path / TOKENIZER

@@ -271,13 +271,13 @@ class _Reader:
         self, tokens: list[list[int]], places: list[list[int]], resets: list[Resets], of: list[list[int]]
     ) -> Tensor:
         """The hidden state of tokens at their places; `of`: where in `resets` each one's are."""
+        self._cache.length = self._longest
         return step_slots(
             self._model,
             torch.tensor(tokens, device=self._device),
             self._cache,
             torch.tensor(places, device=self._device),
             last=max(0, *(row[-1] for row in places)),
-            length=self._longest,
             documents=documents_at(resets, of, self._device),
         )
 

@@ -115,7 +115,6 @@ def step_slots(
     positions_BS: Tensor,
     *,
     last: int,
-    length: int | None = None,
     documents: Documents | None = None,
     rests: bool = False,
 ) -> Tensor:
@@ -123,10 +122,9 @@ def step_slots(
 
     `x` as in `Transformer.forward`. `positions_BS` int64 is the place of each token in its own sequence, or
     -1 for padding: on the left of a shorter prompt, and all of a slot that is not in use. What a slot held
-    before position 0 is not seen. `last` is the greatest position; `length`, for `dynamic` scaling: that of
-    the prefix that these tokens are a chunk of, None if it ends with them. `documents`: None for sequences of
-    one document each, in which nothing is reset. `rests`: sequences of padding alone are gone on with later,
-    so their filters' states stay as they are; what they hold of keys and values does in any case.
+    before position 0 is not seen. `last` is the greatest position. `documents`: None for sequences of one
+    document each, in which nothing is reset. `rests`: sequences of padding alone are gone on with later, so
+    their filters' states stay as they are; what they hold of keys and values does in any case.
     """
     x_BSH = model.embedding(x) if model.has_embedding else x
     places_BS = positions_BS.masked_fill(positions_BS < 0, cache.max_length - 1)
@@ -145,7 +143,7 @@ def step_slots(
     added = torch.zeros(hidden_BSP.shape, dtype=x_BSH.dtype, device=x_BSH.device)
     added = added.masked_fill_(hidden_BSP, -math.inf).unsqueeze(1)
     rotary = rotary_tables(
-        model.config, turned_BS, length=length or last + 1, dtype=x_BSH.dtype, kept=cache.frequencies
+        model.config, turned_BS, length=max(cache.length, last + 1), dtype=x_BSH.dtype, kept=cache.frequencies
     )
     resting_B = positions_BS[:, -1] < 0 if rests and has_filters else None
     for layer, block in model.blocks.items():

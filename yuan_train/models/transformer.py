@@ -51,6 +51,8 @@ class Cache:
     """By global layer number."""
     max_length: int
     """Tokens per sequence that the cache has room for."""
+    length: int = 0
+    """For `dynamic` scaling: tokens of the longest sequence, if these are but a chunk of it."""
     frequencies: dict[torch.dtype, Frequencies] = field(default_factory=dict[torch.dtype, Frequencies])
     """Of the rotary embedding; see `rotary_tables`."""
 

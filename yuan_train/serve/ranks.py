@@ -83,13 +83,8 @@ class ServeJob:
     @property
     def documents(self) -> DocumentRules:
         """What the model was trained to reset at document ends, as `generate` does it."""
-        data = self.checkpoint.state.get("run", {}).get("data", {})
-        return DocumentRules(
-            eod_id=self.tokenizer.eod_id if self.tokenizer is not None else None,
-            reset_position_ids=data.get("reset_position_ids", True),
-            reset_attention=data.get("reset_attention", False),
-            reset_filter=data.get("reset_filter", False),
-        )
+        eod_id = self.tokenizer.eod_id if self.tokenizer is not None else None
+        return DocumentRules(eod_id=eod_id, **self.checkpoint.resets)
 
 
 @dataclass(frozen=True)

@@ -66,15 +66,10 @@ def load_trained(
     choose_ops(checkpoint.model, "cpu", dtype)
     model = Transformer(checkpoint.model, dtype=dtype)
     load_weights(checkpoint, model)
-    data = checkpoint.state.get("run", {}).get("data", {})
     return TrainedModel(
         model=model.eval(),
         tokenizer=Tokenizer.load(tokenizer_path) if tokenizer_path is not None else None,
-        resets={
-            "reset_position_ids": data.get("reset_position_ids", True),
-            "reset_attention": data.get("reset_attention", False),
-            "reset_filter": data.get("reset_filter", False),
-        },
+        resets=checkpoint.resets,
     )
 
 
