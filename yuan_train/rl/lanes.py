@@ -11,7 +11,7 @@ from yuan_train.parallel.apply import make_lane
 from yuan_train.parallel.executor import Executor
 from yuan_train.parallel.groups import sum_over_world
 from yuan_train.rl.experience import Answers, RowFeed, Rows
-from yuan_train.rl.losses import Numbers, Recorder
+from yuan_train.rl.losses import Numbers, TokenRecorder
 from yuan_train.train.engine import StepRequest, StepResult
 from yuan_train.train.step import Trainer, forward_pass, recording, train_step
 
@@ -38,7 +38,10 @@ class Lanes:
         Collective over all ranks.
         """
         trainer = self._use(rows)
-        runtime, recorder = trainer.runtime, Recorder(rows.place.to(trainer.device.torch), count, numbers)
+        runtime, recorder = (
+            trainer.runtime,
+            TokenRecorder(rows.place.to(trainer.device.torch), count, numbers),
+        )
         with recording(trainer, recorder):
             forward_pass(trainer, self._answers, first_sample=0, then=None)
         # Each rank of a tensor-parallel group has recorded the same.

@@ -147,7 +147,7 @@ Numbers = Callable[[Transformer, Tensor, Targets, Tensor], Tensor]
 [B, S]: a number of each such place, in their order."""
 
 
-class Recorder:
+class TokenRecorder:
     """An objective that records a number of each token, or answer, in a forward pass; its loss is 0.
 
     `scores` fp64 [N] on the host: those that this rank has seen, else 0.

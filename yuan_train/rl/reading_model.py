@@ -22,7 +22,7 @@ from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import sum_over_world
 from yuan_train.rl.experience import RowFeed, Rows, make_score_rows
-from yuan_train.rl.losses import Numbers, Recorder, last_values, log_probs_at
+from yuan_train.rl.losses import Numbers, TokenRecorder, last_values, log_probs_at
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.build import DTYPES
 from yuan_train.train.objective import Targets
@@ -108,7 +108,7 @@ class ReadingModel:
         feed.use(rows, first=0)
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         device = self._trainer.device.torch
-        recorder = Recorder(rows.place.to(device), count, numbers)
+        recorder = TokenRecorder(rows.place.to(device), count, numbers)
         self._model.to(device)
         with torch.no_grad():
             for number in range(rank, -(-rows.count // self._rows), num_ranks):
