@@ -79,7 +79,7 @@ ROOMS = {
     "schedule": (9, 2068),
     "serve": (6, 1793),
     "supervise": (7, 1837),  # ranks that are forked, rounds that begin early
-    "train": (25, 6537),
+    "train": (25, 6518),
 }
 """The most files and lines of each folder beside the planner: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""
