@@ -350,16 +350,13 @@ def causal_attention(
     return attention.causal_attention(query, key, value, document_ranges)
 
 
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool = False
-) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """Return the attention [B, S, N, D] of query [B, S, N, D] to P tokens, key and value [B, P, M, D].
 
     `visible` is bool [B or 1, 1, S, P], True where a token attends to another, or in query's dtype what is
-    added to the products (0, -inf); None: all are visible, or with `is_causal`, for which P is S, none that
-    is later.
+    added to the products (0, -inf).
     """
-    return attention.masked_attention(query, key, value, visible, is_causal=is_causal)
+    return attention.masked_attention(query, key, value, visible, is_causal=False)
 
 
 def linear_cross_entropy(

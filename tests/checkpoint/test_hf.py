@@ -23,6 +23,7 @@ from yuan_train.checkpoint.stream import LazyTensor, save_streamed, split_into_s
 from yuan_train.config.document import Document
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
+from yuan_train.models.published import Publishing
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.models.yuan.hf import published_config, published_layout
 
@@ -141,7 +142,7 @@ def test_every_key_that_the_published_class_reads_is_written(tmp_path: Path) -> 
         "reset_position_ids use_loss_mask auto_map"
     )
     assert set(wanted.split()) <= set(
-        published_config(find_checkpoint(tmp_path / "checkpoint").model, dtype="")
+        published_config(find_checkpoint(tmp_path / "checkpoint").model, Publishing(dtype=""))
     )
 
 

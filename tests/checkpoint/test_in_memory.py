@@ -32,7 +32,7 @@ from yuan_train.config.errors import CheckpointError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.train import keeper, run
+from yuan_train.train import run, saver
 
 STEPS, CUT_OFF = 8, 5
 SECONDS = 120
@@ -47,7 +47,7 @@ def cut_off() -> Iterator[None]:
             save_progress(job, engine, progress, saver)
 
     save_progress = run.save_progress
-    dropped = patch.multiple(keeper, remove_copies=lambda *_: None, forget_copies=lambda *_: None)
+    dropped = patch.multiple(saver, remove_copies=lambda *_: None, forget_copies=lambda *_: None)
     with patch.object(run, "save_progress", save), dropped:
         yield
 

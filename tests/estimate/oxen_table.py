@@ -10,8 +10,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from yuan_train.estimate.fit import MemoryCase, memory_of
-from yuan_train.estimate.memory import Method, Samples
+from yuan_train.estimate.memory import MemoryCase, Method, Samples, memory_of
 from yuan_train.estimate.shape import PUBLISHED_SHAPES
 
 OXEN_SAMPLES = Samples(group=4, prompt=256, new=786)

@@ -8,16 +8,16 @@ import pytest
 
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import load_model
-from yuan_train.estimate.fit import (
+from yuan_train.estimate.memory import (
     METHODS,
     Length,
     MemoryCase,
+    Samples,
     largest_fitting,
     memory_of,
     remedies,
     with_length,
 )
-from yuan_train.estimate.memory import Samples
 from yuan_train.estimate.shape import PUBLISHED_SHAPES, to_model
 
 SAMPLES = Samples(group=4, prompt=256, new=786)

@@ -53,12 +53,14 @@ def test_stops_after_the_end_of_a_document(make_model):
     assert list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0, eod_id=stop)) == until
 
 
-def test_streams(make_model):
+def test_streams(make_model, monkeypatch):
     model = make_model()
     calls = []
     model.register_forward_pre_hook(lambda *_: calls.append("forward"))
-    forward_cached = model.forward_cached
-    model.forward_cached = lambda *a, **k: (calls.append("step"), forward_cached(*a, **k))[1]
+    step_slots = generate_module.step_slots
+    monkeypatch.setattr(
+        generate_module, "step_slots", lambda *a, **k: (calls.append("step"), step_slots(*a, **k))[1]
+    )
     stream = generate(model, [1, 2, 3], max_new_tokens=5, seed=0)
     assert calls == []
     next(stream)

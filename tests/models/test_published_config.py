@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig, RopeScaling
-from yuan_train.models.published import format_for, format_of
+from yuan_train.models.published import Publishing, format_for, format_of
 from yuan_train.models.rotary import rotary_frequencies
 
 LLAMA: dict[str, Any] = {
@@ -72,7 +72,9 @@ def read(config: dict[str, Any]) -> ModelConfig:
 
 def written(config: dict[str, Any]) -> dict[str, Any]:
     model = read(config)
-    return format_of(model.architecture).published_config(model, dtype="bfloat16", original=config)
+    return format_of(model.architecture).published_config(
+        model, Publishing(dtype="bfloat16", original=config)
+    )
 
 
 MISTRAL = {k: v for k, v in LLAMA.items() if k not in ("rope_scaling", "head_dim")} | {
@@ -131,7 +133,7 @@ def test_mixtures_without_a_published_format(
     model = replace(read(config), **changes)
     with pytest.raises(CheckpointError, match=message):
         list(format_of(model.architecture).published_layout(model))
-        format_of(model.architecture).published_config(model, dtype="float32")
+        format_of(model.architecture).published_config(model, Publishing(dtype="float32"))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from yuan_train.models import initial
 from yuan_train.models.attention import find_resets
 from yuan_train.models.initial import initial_rows, initial_weight
 from yuan_train.models.rotary import rotary_tables
+from yuan_train.models.slots import Documents, new_slots, step_slots
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.parallel.shard import Shard, part_of
 
@@ -344,13 +345,20 @@ def test_rotary_tables_are_never_narrow(make_config):
 # Cached decoding
 
 
-@pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 0, 4, 2], [1, 11]])
+def step(model, x, cache, places_BS, documents=None):
+    return step_slots(model, x, cache, places_BS, last=int(places_BS.max()), documents=documents)
+
+
+PLACES = torch.arange(12).expand(2, -1)
+
+
+@pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 4, 2], [1, 11]])
 @pytest.mark.parametrize("attention", ["localized_filter", "plain"])
 def test_cached_forward_equals_the_whole(make_model, tokens_BS, chunks, attention):
     model = make_model(attention=attention)
-    cache = model.new_cache(batch_size=2, max_length=12)
-    parts = [model.forward_cached(chunk, cache) for chunk in tokens_BS.split(chunks, dim=1)]
-    close(torch.cat(parts, dim=1), model(tokens_BS))
+    cache = new_slots(model, slots=2, max_length=12)
+    rows = zip(tokens_BS.split(chunks, dim=1), PLACES.split(chunks, dim=1), strict=True)
+    close(torch.cat([step(model, tokens, cache, places) for tokens, places in rows], dim=1), model(tokens_BS))
 
 
 @pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 4, 2]])
@@ -359,32 +367,24 @@ def test_cached_forward_resets_documents(make_model, tokens_BS, chunks):
     resets = find_resets(tokens_BS, eod_id=EOD, **ALL_RESETS)
     assert resets.positions is not None and resets.document_start is not None
     visible_from = torch.arange(12) - resets.positions
-    cache = model.new_cache(batch_size=2, max_length=20)
-    rows = (tokens_BS, resets.positions, resets.document_start, visible_from)
+    cache = new_slots(model, slots=2, max_length=20)
+    rows = (tokens_BS, PLACES, resets.positions, resets.document_start, visible_from)
     parts = [
-        model.forward_cached(t, cache, positions=p, document_start=s, visible_from=v)
-        for t, p, s, v in zip(*(x.split(chunks, dim=1) for x in rows), strict=True)
+        step(model, tokens, cache, places, Documents(*documents))
+        for tokens, places, *documents in zip(*(x.split(chunks, dim=1) for x in rows), strict=True)
     ]
     close(torch.cat(parts, dim=1), model(tokens_BS, **vars(resets)))
 
 
 def test_cached_parts_compose(make_model, tokens_BS):
     parts = [make_model(layers=(0, 1), head=False), make_model(layers=(1, 3), embedding=False)]
-    caches = [part.new_cache(batch_size=2, max_length=12) for part in parts]
+    caches = [new_slots(part, slots=2, max_length=12) for part in parts]
     out = []
-    for chunk in tokens_BS.split(5, dim=1):
+    for chunk, places in zip(tokens_BS.split(5, dim=1), PLACES.split(5, dim=1), strict=True):
         for part, cache in zip(parts, caches, strict=True):
-            chunk = part.forward_cached(chunk, cache)
+            chunk = step(part, chunk, cache, places)
         out.append(chunk)
     close(torch.cat(out, dim=1), make_model()(tokens_BS))
-
-
-def test_a_full_cache_is_an_error(make_model, tokens_BS):
-    model = make_model()
-    cache = model.new_cache(batch_size=2, max_length=6)
-    model.forward_cached(tokens_BS[:, :4], cache)
-    with pytest.raises(ValueError, match="3 tokens do not fit a cache that holds 4 of 6"):
-        model.forward_cached(tokens_BS[:, :3], cache)
 
 
 def test_config_is_not_changed(make_config):

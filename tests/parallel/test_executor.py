@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from yuan_train.config.devices import Pace
+from yuan_train.config.devices import Simulated
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.tiers.slab import begin_copy, make_link
@@ -183,7 +183,7 @@ class Clock:
 def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
-    watch = Stopwatch(CPU, pace=Pace(4.0))
+    watch = Stopwatch(CPU, simulated=Simulated(4.0))
     with watch.running():
         clock.work(processor=1.0, waiting=0.5)
     assert watch.read() == 4.0
@@ -192,7 +192,7 @@ def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch
         clock.work(processor=1.0, waiting=9.0)
     assert watch.read() == 10.0 and watch.read() == 0.0
     # Or each piece lasts as long as its card's pace says, but for what takes longer, pauses left out.
-    steady = Stopwatch(CPU, pace=Pace(4.0, piece_seconds=3.0))
+    steady = Stopwatch(CPU, simulated=Simulated(4.0, piece_seconds=3.0))
     for processor, lasts in ((0.5, 3.0), (1.0, 3.0), (5.0, 5.0)):
         with steady.running():
             clock.work(processor=processor / 2)

@@ -178,7 +178,7 @@ class WithoutWaits(FakeNcclTransport):
 class Between:
     """Cards with these transports."""
 
-    kind: type[transport.GroupTransport] | None
+    kind: type[transport.Transport] | None
     """None: CPUs."""
     plan: Plan
     port: int
@@ -201,7 +201,7 @@ def _run_between(rank: int, cases: dict[str, Between], run_file: Path, root: Pat
         (root / f"{name}-{rank}.json").write_text(json.dumps(found))
 
 
-def _always(kind: type[transport.GroupTransport]) -> Callable[..., type[transport.GroupTransport]]:
+def _always(kind: type[transport.Transport]) -> Callable[..., type[transport.Transport]]:
     return lambda device, *, via_host: kind
 
 

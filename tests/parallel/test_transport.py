@@ -71,7 +71,7 @@ def _body(rank: int, port: int) -> None:
         gathered[own] = summed[own]
         transport.gather_ranges(gathered, ranges, "a gather").wait()
         assert gathered.tolist() == total
-    direct.free()
+    direct.close()
     dist.barrier()
     if rank == 0:
         with pytest.raises(LostPeer, match="the message from rank 1 failed; rank 1 is gone or stuck"):

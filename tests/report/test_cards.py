@@ -13,8 +13,7 @@ from tests.support.logs import BEGAN, LAST, write_run
 from yuan_train.cli.main import main
 from yuan_train.report.cards import card_rows, rent, waits_for
 from yuan_train.report.run_log import RunLog, read_run
-from yuan_train.report.run_page import plan_marks, run_lines
-from yuan_train.report.timeline import timeline
+from yuan_train.report.run_page import plan_marks, run_lines, timeline
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.rl.job import prepare_rl
-from yuan_train.rl.reward_model import RewardModel
+from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.train.evaluate import load_trained
 from yuan_train.train.job import Position
 
@@ -85,16 +85,16 @@ def test_scores_are_those_of_each_answer_alone(
     """Each read by itself; weighed with a function; the same bits if resumed, and under plans."""
     path, saved = project
     asked: list[tuple[Any, list[float]]] = []
-    score = RewardModel.score
+    score = ReadingModel.score
 
-    def record(self: RewardModel, sequences: Any) -> list[float]:
+    def record(self: ReadingModel, sequences: Any) -> list[float]:
         asked.append((sequences, score(self, sequences)))
         return asked[-1][1]
 
-    monkeypatch.setattr(RewardModel, "score", record)
+    monkeypatch.setattr(ReadingModel, "score", record)
     overrides = (model_of(saved, weight=-2.0), f"checkpoint.directory={tmp_path / 'whole'}")
     run_rl(RLCase(path, tmp_path / "alone", None, overrides))
-    monkeypatch.setattr(RewardModel, "score", score)
+    monkeypatch.setattr(ReadingModel, "score", score)
     assert len(asked) == 2
     model = load_trained(find_checkpoint(saved), dtype=torch.float64).model
     for sequences, scores in asked:
@@ -138,7 +138,7 @@ def test_a_reward_model_alone(
     line = run_rl(RLCase(path, tmp_path / "alone", None, overrides))[0]
     assert list(line["rewards"]) == ["model"] and line["grad_norm"] > 0
     assert line["reward"] == pytest.approx(line["rewards"]["model"])
-    monkeypatch.setattr(RewardModel, "score", lambda self, sequences: [float("nan")] * len(sequences))
+    monkeypatch.setattr(ReadingModel, "score", lambda self, sequences: [float("nan")] * len(sequences))
     with pytest.raises(TrainingError, match="ticket 0: the reward model: gave nan, no finite number"):
         run_rl(RLCase(path, tmp_path / "nan", None, (*overrides, "reward.on_error=stop")))
 

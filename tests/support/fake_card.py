@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from yuan_train.config.errors import HostMemoryError
-from yuan_train.parallel.device import CardFacts, CardMemory, Mark, Stream
-from yuan_train.parallel.transport import GroupTransport, Ranges
+from yuan_train.parallel.device import CardFacts, CardMemory, Device, Mark, Stream
+from yuan_train.parallel.transport import Ranges, Transport
 
 POISON = 255
 SEGMENT = 2 << 20
@@ -116,7 +116,7 @@ class _Copy:
 
 
 @dataclass(eq=False)
-class _FakeStream:
+class _FakeStream(Stream):
     card: FakeCard
     copies: list[_Copy] = field(default_factory=list["_Copy"])
     num_run: int = 0
@@ -171,7 +171,7 @@ class _FakeStream:
         self.num_seen = max(self.num_seen, count)
 
 
-class _StreamMark:
+class _StreamMark(Mark):
     """The end of some copies of a stream."""
 
     def __init__(self, stream: _FakeStream, count: int, seconds: float) -> None:
@@ -200,7 +200,7 @@ class _StreamMark:
         raise AssertionError("the mark is not timed")
 
 
-class _ComputeMark:
+class _ComputeMark(Mark):
     """A point of the compute."""
 
     def __init__(self, card: FakeCard, *, timed: bool) -> None:
@@ -257,7 +257,7 @@ class _Intercept(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class FakeCard:
+class FakeCard(Device):
     """See the module, and `yuan_train.parallel.device.Device`."""
 
     torch = torch.device("cpu")
@@ -503,7 +503,7 @@ class _Count(TorchDispatchMode):
 # --- messages and sums ------------------------------------------------------------------------------------
 
 
-class FakeNcclTransport(GroupTransport):
+class FakeNcclTransport(Transport):
     """nccl's waits over gloo: what arrives is poison until `wait`. With `waits` False, after it too."""
 
     library = "gloo"

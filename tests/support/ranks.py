@@ -162,7 +162,7 @@ def disabled(key: str) -> Iterator[None]:
         "token_reduce_scatter": (tensor, "_REDUCE_SCATTER", _keep_own_tokens),
         "norm_all_reduce": (tensor.dist, "all_reduce", _skip_norm(tensor.dist.all_reduce)),
         "inductor": (compiled, "BACKEND", "aot_eager"),
-        "tensor_broadcast": (transport.GroupTransport, "broadcast", _keep_own_tensor),
+        "tensor_broadcast": (transport.Transport, "broadcast", _keep_own_tensor),
     }[key]
     original = getattr(owner, name)
     setattr(owner, name, replacement)
@@ -176,7 +176,7 @@ class _Coalescing(transport.GlooTransport):
     """Equal ranges take one reduce-scatter and one all-gather, as on nccl."""
 
     _coalesces = True
-    reduce_ranges = transport.GroupTransport.reduce_ranges
+    reduce_ranges = transport.Transport.reduce_ranges
 
 
 def _forget_sums(self: Any, step: Step, take: Any = ParameterPages.take) -> None:
@@ -196,7 +196,7 @@ def _keep_own_gradient(self: OwnedState) -> None:
     self._packed += [self._bucket.pack(self._bucket.gradient, part) for part in self._bucket.slices]
 
 
-def _keep_own_tensor(self: transport.GroupTransport, tensor: torch.Tensor, root: int, what: str) -> Any:
+def _keep_own_tensor(self: transport.Transport, tensor: torch.Tensor, root: int, what: str) -> Any:
     """Zeros where it should have come: what memory held before may be anything, NaN too, which ends a run."""
     if torch.distributed.get_rank() != root:
         tensor.zero_()

@@ -66,7 +66,7 @@ def flip_lowest_bit(tensor: torch.Tensor) -> None:
 def flipping(what: str) -> Iterator[None]:
     """Inside, the second step meets a flipped bit, once."""
     number, is_due = iter(range(1, 100)), [False]
-    step, take, splitting = Trainer.step, transport._PendingMessage.take, DeferredWeightGrads.splitting  # pyright: ignore
+    step, take, splitting = Trainer.step, transport.PendingReceive.take, DeferredWeightGrads.splitting  # pyright: ignore
     trainers: list[Trainer] = []
 
     def stepping(self: Trainer, *arguments: Any) -> Any:
@@ -96,7 +96,7 @@ def flipping(what: str) -> Iterator[None]:
 
     with (
         patch.object(Trainer, "step", stepping),
-        patch.object(transport._PendingMessage, "take", taking),  # pyright: ignore[reportPrivateUsage]
+        patch.object(transport.PendingReceive, "take", taking),  # pyright: ignore[reportPrivateUsage]
         patch.object(DeferredWeightGrads, "splitting", split),
     ):
         yield

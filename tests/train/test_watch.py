@@ -9,6 +9,7 @@ import pytest
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config
 from yuan_train.parallel.activity import Activity, during, observed_by
+from yuan_train.parallel.device import Mark
 from yuan_train.parallel.grid import Grid
 from yuan_train.schedule.step import Step
 from yuan_train.train.watch import Watch, watching
@@ -29,7 +30,7 @@ class Card:
         return CardMark(self, self.enqueued)
 
 
-class CardMark:
+class CardMark(Mark):
     def __init__(self, card: Card, number: int) -> None:
         self.card, self.number = card, number
 

@@ -27,7 +27,7 @@ from yuan_train.estimate.memory import PhaseBytes, Samples, yuan_memory
 from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.slots import fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
-from yuan_train.parallel.device import CpuDevice
+from yuan_train.parallel.device import Device
 from yuan_train.planner.roles.decode import PREFILL_CHUNK
 from yuan_train.train import run as run_module
 from yuan_train.train.memory import held_bytes, peak_memory_bytes, reset_peak_memory
@@ -223,7 +223,7 @@ def generation_bytes(job: Job, *, keep: bool) -> int:
 def generate_alone(job: Job, results) -> None:  # pyright: ignore
     """Put the growth of resident bytes into `results`; a first, tiny generation loads what is needed."""
     torch.set_num_threads(1)
-    device = CpuDevice()
+    device = Device()
     _generate(smallest(job).model, Samples(group=2, prompt=8, new=4))
     before = held_bytes(device)
     reset_peak_memory(device)

@@ -107,7 +107,7 @@ def _differing(
     return differ
 
 
-class _LateStream:
+class _LateStream(Stream):
     """A stream whose work begins late."""
 
     def __init__(self, stream: Stream) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -36,6 +36,7 @@ from yuan_train.models.published import (
     EMBEDDING,
     HEAD,
     PublishedFormat,
+    Publishing,
     TensorMapping,
     format_for,
     format_of,
@@ -279,8 +280,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         advice = hub_advice(folder) or "give a folder with config.json and the weights"
         raise CheckpointError(f"{folder}: no such directory; {advice}")
-    config = read_json_object(folder / "config.json")
-    return config
+    return read_json_object(folder / "config.json")
 
 
 def _check_names(folder: Path, model: ModelConfig, stored: Mapping[str, LazyTensor]) -> list[TensorMapping]:
@@ -437,8 +437,7 @@ def export_hf(
         CheckpointError: the checkpoint cannot be read, or `out` cannot be written.
     """
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: already exists; give another --out")
+    check_is_free(out)
     if checkpoint.model.output == "value":
         raise CheckpointError(
             f"{checkpoint.path}: a reward model (output: value), for which no published format is written yet"
@@ -453,26 +452,41 @@ def export_hf(
     head = hf.get("head", published.STORES_TIED_HEAD)
     reader, dtypes = WholeTensorReader(checkpoint), {} if dtype else hf.get("dtypes", {})
     tensors = dict(_published(checkpoint.model, reader, common, dtypes, head)) | dict(reader.buffers())
-    config = published.published_config(
-        checkpoint.model, dtype=common, original=hf.get("config"), resets=data, token_ids=token_ids
-    )
+    how = Publishing(dtype=common, original=hf.get("config") or {}, resets=data, token_ids=token_ids or {})
+    config = published.published_config(checkpoint.model, how)
+    with new_folder(out) as temporary:
+        _write_weights(temporary, tensors, shard_bytes)
+        _write_configs(temporary, config)
+        _write_code(temporary, published, tokenizer or _tokenizer_of(checkpoint))
+    files = tuple(sorted(path.name for path in out.iterdir()))
+    parameters = replace(checkpoint.model, lora=None).parameters
+    return Exported(str(out), parameters, len(tensors), common, files)
+
+
+def check_is_free(out: Path) -> None:
+    """Raise CheckpointError if there is something where a folder is to be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: already exists; give another --out")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder under a temporary name, which has that of `out` once all is written.
+
+    Raises CheckpointError if it cannot be.
+    """
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _write_weights(temporary, tensors, shard_bytes)
-        _write_configs(temporary, config)
-        _write_code(temporary, published, tokenizer or _tokenizer_of(checkpoint))
+        yield temporary
         if out.exists():
             out.rmdir()
-        files = tuple(sorted(path.name for path in temporary.iterdir()))
         temporary.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out}: cannot be written: {error}; give another --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    parameters = replace(checkpoint.model, lora=None).parameters
-    return Exported(str(out), parameters, len(tensors), common, files)
 
 
 class WeightReader(Protocol):
@@ -499,7 +513,7 @@ def write_model(
     """
     published = format_of(model.architecture)
     tensors = dict(_published(model, reader, dtype, {}, published.STORES_TIED_HEAD))
-    config = published.published_config(model, dtype=dtype, original=None, resets=resets, token_ids=None)
+    config = published.published_config(model, Publishing(dtype=dtype, resets=resets))
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -606,8 +620,6 @@ def _tokenizer_of(checkpoint: Checkpoint) -> Path | None:
     return find_tokenizer_file(checkpoint.tokenizer) if checkpoint.tokenizer is not None else None
 
 
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-"""ORG/NAME, as models are called there."""
 _NO_CONNECTION = {"ConnectionError", "ConnectError", "Timeout", "TimeoutException"}
 """Errors of requests, httpx and Python that say no server was met; their texts are of objects and ids."""
 _TEXT = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
@@ -634,15 +646,15 @@ def fetch_model(name: str) -> Path:
         ) from None
 
 
-def push_model(folder: Path, name: str, *, private: bool = True) -> str:
-    """Put a folder on the Hub as the model ORG/NAME, made if it is not there; return its address.
+def push_model(folder: Path, name: str) -> str:
+    """Put a folder on the Hub as the private model ORG/NAME, made if it is not there; return its address.
 
     Raises CheckpointError if the Hub refuses it.
     """
     hub = _hub()
     try:
         api = hub.HfApi()
-        address = api.create_repo(name, private=private, exist_ok=True)
+        address = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Export by yuan_train")
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise CheckpointError(

@@ -60,6 +60,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {STATE} describes no model: {error}") from None
 
     @property
+    def resets(self) -> dict[str, bool]:
+        """What its model was trained to reset at document ends."""
+        data = self.state.get("run", {}).get("data", {})
+        defaults = {"reset_position_ids": True, "reset_attention": False, "reset_filter": False}
+        return {key: data.get(key, default) for key, default in defaults.items()}
+
+    @property
     def tokenizer(self) -> Path | None:
         """Directory of the tokenizer in it; None if it has none."""
         path = self.path / TOKENIZER
@@ -183,18 +190,13 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
     Raises CheckpointError if a name is missing or a shape differs.
     """
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, parameter in parameters.items():
-        master = torch.empty(parameter.shape, dtype=_dtype_of(checkpoint, f"{WEIGHTS}.{name}"))
-        # One by one: a model in another precision needs no second copy of itself.
-        load_tensors(checkpoint, {f"{WEIGHTS}.{name}": master}, no_dist=True)
-        with torch.no_grad():
-            parameter.copy_(master)
+    load_parts(checkpoint, parameters, lambda name, master: master.view(parameters[name].shape))
 
 
 def load_parts(
     checkpoint: Checkpoint,
     parts: Mapping[str, torch.Tensor],
-    shard_of: Callable[[str, torch.Tensor], LocalShard],
+    shard_of: Callable[[str, torch.Tensor], torch.Tensor | LocalShard],
 ) -> None:
     """Fill a rank's parts of parameters, by global name, with the masters in their precision. Not collective.
 

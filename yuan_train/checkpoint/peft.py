@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,10 @@ from yuan_train.checkpoint.hf import (
     DTYPES,
     Exported,
     Imported,
+    check_is_free,
     find_tokenizer_file,
     is_finite,
+    new_folder,
     open_safetensors,
     read_json_object,
     weights_state,
@@ -55,10 +56,8 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def export_adapter(
-    checkpoint: Checkpoint, out: Path, *, base: str | None = None, dtype: str | None = None
-) -> Exported:
-    """Write a checkpoint's adapters to the folder `out`; `base` names the base model in their config.
+def export_adapter(checkpoint: Checkpoint, out: Path, *, dtype: str | None = None) -> Exported:
+    """Write a checkpoint's adapters to the folder `out`; their config names no base model.
 
     Raises CheckpointError if it has none, or `out` is there or cannot be written.
     """
@@ -67,8 +66,7 @@ def export_adapter(
         raise CheckpointError(
             f"{checkpoint.path}: has no adapters (lora); leave out --adapter for the whole model"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: already exists; give another --out")
+    check_is_free(out)
     common = dtype or "float32"
     reader = WholeTensorReader(checkpoint)
     tensors: dict[str, LazyTensor] = {}
@@ -82,7 +80,7 @@ def export_adapter(
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": None,
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,
         "lora_dropout": 0.0,
@@ -90,19 +88,9 @@ def export_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with new_folder(out) as temporary:
         write_safetensors(temporary / WEIGHTS_FILE, tensors)
         (temporary / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out}: cannot be written: {error}; give another --out") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
     return Exported(str(out), parameters, len(tensors), common, (CONFIG, WEIGHTS_FILE))
 

@@ -30,7 +30,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "discover",
-        help="find cards, links and networks of machines; write a cluster file",
         description="Looks at this machine, at --hosts over ssh, or at the machines of the Slurm job that "
         "it runs in, and writes a commented cluster file: cards and memory, links between cards, networks, "
         "host memory, disks. What was not found is said. A machine without a GPU counts as one card: "

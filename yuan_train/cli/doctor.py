@@ -104,7 +104,6 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say what this machine, or several, are ready for, and what is missing",
         description="Says in a line what this machine is ready for, what it is not, and why. With --verbose "
         "also what may go wrong, what is installed, what is missing and what does not work without it, the "
         "cards, which implementation each op uses on them, and why not a faster one.",

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yuan_train.config.model import ModelConfig
-    from yuan_train.estimate.fit import MemoryCase
-    from yuan_train.estimate.memory import Samples
+    from yuan_train.estimate.memory import MemoryCase, Samples
     from yuan_train.estimate.shape import ModelShape
 
 METHODS = ("full", "adam8", "adam8+recompute", "lora")
@@ -41,7 +40,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "estimate",
-        help="what reinforcement learning takes on a card",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -139,7 +137,7 @@ def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
     """The case of the method that was asked for, or of each that the engine has."""
     from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import ModelConfig
-    from yuan_train.estimate.fit import MemoryCase
+    from yuan_train.estimate.memory import MemoryCase
 
     engine, critic = arguments.engine, arguments.algorithm == "ppo"
     if critic or arguments.reward_model is not None:

@@ -19,7 +19,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "evaluate",
-        help="loss and perplexity of a trained model on token files",
         description="Reads token files and prints the mean loss and the perplexity. With --pairs, prints "
         "how often a reward model scores the chosen answer higher. With --token-ids, writes the logits of "
         "those tokens instead.",

@@ -8,15 +8,15 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from yuan_train.checkpoint.hf import HUB_NAME, push_model
+from yuan_train.checkpoint.hf import push_model
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import HUB_NAME
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "export-hf",
-        help="turn a checkpoint into a Hugging Face model",
         description="Writes safetensors under the published names, config.json, and the tokenizer if there "
         "is one. transformers loads it; a Yuan model comes with code, for trust_remote_code. One tensor is "
         "in memory at a time.",

@@ -13,7 +13,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "export-megatron",
-        help="turn a checkpoint into one of the original Yuan 2.0 code, for any partition",
         description="Writes the weights as DIR/release/mp_rank_TT[_PPP]/model_optim_rng.pt.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")

@@ -19,7 +19,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "generate",
-        help="write text with a trained model",
         description="Continues a prompt with a checkpoint's model, using the key-value and filter caches.",
     )
     parser.add_argument(

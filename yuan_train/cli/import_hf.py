@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from yuan_train.checkpoint.names import TOKENIZER
 from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.load import dump_plain
-from yuan_train.config.model import RotaryForm
+from yuan_train.config.model import HUB_NAME, RotaryForm
 
 if TYPE_CHECKING:
     from yuan_train.checkpoint.hf import Imported
@@ -24,7 +24,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "import-hf",
-        help="turn a Hugging Face model into a checkpoint",
         description="Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of "
         "a Yuan 2.0 (dense or M32), Llama or Qwen model, and writes a checkpoint of step 0 for generate, "
         "evaluate and train. One tensor is in memory at a time. No code in the folder is run. Adapters in "
@@ -87,7 +86,7 @@ def _import_adapters(folder: Path, arguments: argparse.Namespace) -> Imported:
 
 def _import_model(folder: Path, arguments: argparse.Namespace) -> Imported:
     """Import a folder, or a model of the Hub, which is fetched first."""
-    from yuan_train.checkpoint.hf import HUB_NAME, check_is_published, fetch_model, import_hf
+    from yuan_train.checkpoint.hf import check_is_published, fetch_model, import_hf
 
     name = None
     check_is_published(folder)

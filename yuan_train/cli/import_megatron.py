@@ -14,7 +14,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "import-megatron",
-        help="turn a checkpoint of the original Yuan 2.0 code into one of ours",
         description="Reads mp_rank_TT[_PPP]/model_optim_rng.pt of any tensor and pipeline parallelism, and "
         "writes a checkpoint of step 0 with weights only. export-megatron then writes it for any partition. "
         "No code in the files is run.",

@@ -19,7 +19,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "init",
-        help="write a commented file to begin with",
         description="Writes a valid, commented file to begin with: a run of pre-training (pretrain), "
         "fine-tuning on chats (sft), preferences (dpo) or reinforcement learning (grpo), or a cluster. What "
         "must be changed is marked FILL IN. A file that is there is never overwritten.",

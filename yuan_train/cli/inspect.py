@@ -33,7 +33,6 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command's parser."""
     parser = subparsers.add_parser(
         "inspect",
-        help="show what a file or checkpoint holds, and check that it is complete",
         description="Shows what PATH holds: a model, run, cluster, plan or profile file; token files (their "
         "prefix, or the .idx); a checkpoint's directory, or a run's log directory. Exits with 2 and the "
         "reasons if incomplete.",

@@ -25,7 +25,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "keys",
-        help="every key of a kind of file, with type, default and meaning",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -19,7 +19,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Adds the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "preprocess",
-        help="turn text or jsonl into Megatron .bin/.idx token files",
         description="Encodes documents, ends each with <eod>, and writes PREFIX.bin and PREFIX.idx. A .jsonl "
         "or .parquet file holds one document per line or row; any other file is one document. The bytes do "
         "not depend on --workers.",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from yuan_train.cli.launch_hosts import (
     Errand,
@@ -66,7 +66,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "profile",
-        help="measure this machine's card",
         description="Measures forward and backward of embedding, layer and head on this machine's card, and "
         "what they hold in memory; with a run of reinforcement learning its generation too. `yuan-train plan "
         "--profile` then needs no estimates for it. Under torchrun, one process per card, all cards are "
@@ -400,7 +399,7 @@ def _make_bench(
     slowdown = cluster.device_type(card.type).slowdown if cluster and card else None
     device_type = _name_type(cluster, position, device, arguments)
     node = card.node if card and position.world_size > 1 else platform.node()
-    nodes_and_types = _all_gather((node, device_type), position)
+    nodes_and_types = _all_gather((node, device_type))
     widths = (config.feasible_search.tensor if config else None) or WIDTHS
     fitting = [w for w in widths if all(size % w == 0 for size in model.spec.tensor_sizes(model).values())]
     return Bench(
@@ -435,14 +434,14 @@ def _gather_profile(bench: Bench, cluster: Cluster | None) -> tuple[Profile, int
     from yuan_train.profile.links import link_ends, measure_links, measure_node_links
 
     position = bench.position
-    parts = _all_gather(_measure_card(bench), position)
+    parts = _all_gather(_measure_card(bench))
     profile = merge_profiles([(f"rank {rank}", part) for rank, part in enumerate(parts)])
     if position.world_size == 1:
         return profile, 0
-    names = _all_gather(f"{platform.node()}/{position.local_rank}", position)
+    names = _all_gather(f"{platform.node()}/{position.local_rank}")
     if cluster is not None:
         names = [card.name for card in cluster.cards]
-    types, backends = zip(*_all_gather((bench.device_type, bench.backend), position), strict=True)
+    types, backends = zip(*_all_gather((bench.device_type, bench.backend)), strict=True)
     ends = link_ends(names, types, backends, cluster)
     how = {"device": bench.device, "timeout_seconds": bench.timeout_seconds, "all_pairs": bench.all_links}
     links = measure_links(ends, slowdown=bench.slowdown, **how)
@@ -457,15 +456,11 @@ def _backend_of(device_type: str, cluster: Cluster | None) -> Backend:
     return card.backend if card is not None else "nccl"
 
 
-def _all_gather(value: T, position: Position) -> list[T]:
+def _all_gather(value: T) -> list[T]:
     """Every rank's value, by rank."""
-    if position.world_size == 1:
-        return [value]
-    import torch.distributed as dist
+    from yuan_train.parallel.groups import gather_objects
 
-    gathered: list[Any] = [None] * position.world_size
-    dist.all_gather_object(gathered, value)
-    return gathered
+    return gather_objects(value)
 
 
 def _measure_card(bench: Bench) -> Profile:
@@ -492,7 +487,7 @@ def _measure_card(bench: Bench) -> Profile:
         compile=config is not None and config.train.compile,
     )
     kind = bench.backend if bench.device.library == "nccl" and bench.backend != "gloo" else ""
-    reserved = measure_reserved(base, _all_gather(kind, bench.position))
+    reserved = measure_reserved(base, _all_gather(kind))
     with long_lived_objects():
         measured = list(_measure_cases(bench, base))
     return Profile(
@@ -531,7 +526,7 @@ def _measure_host(bench: Bench) -> tuple[HostProfile, ...]:
         room = host_room(bench.device)
     except HostMemoryError as error:
         fault = str(error)
-    faults = [other for other in _all_gather(fault, bench.position) if other]
+    faults = [other for other in _all_gather(fault) if other]
     if faults or room is None:
         if bench.position.rank == 0:
             print(f"links to hosts are not measured: {faults[0]}", file=sys.stderr)

@@ -48,7 +48,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "serve",
-        help="answer over HTTP as OpenAI's API does",
         description="Serves a checkpoint's model: /v1/models, /v1/completions, /v1/chat/completions, "
         "/health, and a page at / to try it. With a plan of several ranks it starts those of this machine, "
         "as `launch` does; rank 0 answers. Ctrl-C or SIGTERM ends it.",

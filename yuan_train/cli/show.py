@@ -14,7 +14,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "show",
-        help="what a run has reached; the forecast beside what was measured",
         description="Summarises the log directory of a run of any kind, also while it goes on: loss or "
         "reward, speed, and of every card its layers, seconds and memory as forecast and as measured.",
     )

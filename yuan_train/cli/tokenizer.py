@@ -10,7 +10,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Adds the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "tokenizer",
-        help="train a sentencepiece model",
         description="Trains a byte-pair tokenizer with byte fallback and writes DIR/tokenizer.model.",
     )
     text = "text files; a .jsonl file holds one document per line"

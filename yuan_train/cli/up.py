@@ -35,7 +35,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "up",
-        help="from names of machines to a run, in one go",
         description="Finds the cards of machines, measures them, plans and trains. Each step is printed as "
         "the command that it is, and can be typed again. Called again, it repeats only steps whose files are "
         "missing or older than what they are made of.",

@@ -26,7 +26,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the program's subparsers."""
     parser = subparsers.add_parser(
         "watch",
-        help="the page of a run in a browser, also while it goes on",
         description="Serves the page of a run on this machine: curves, each card beside its forecast, what "
         "was decided of a supervised run. It reads the log directory alone, during the run and after it. "
         "From elsewhere: ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C ends it.",

@@ -29,7 +29,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Pace:
+class Simulated:
     """How long a piece of work lasts where a process simulates a card."""
 
     slowdown: float = 1.0
@@ -43,7 +43,7 @@ class Pace:
         return self.slowdown > 1 or self.piece_seconds is not None
 
 
-REAL = Pace()
+REAL = Simulated()
 """Of a card that nobody simulates."""
 
 
@@ -83,9 +83,9 @@ class DeviceType:
     """Rent of a card for an hour, in any currency; a node's own `price` takes precedence."""
 
     @property
-    def pace(self) -> Pace:
+    def simulated(self) -> Simulated:
         """How long work lasts on the card, if a process simulates it."""
-        return Pace(self.slowdown or 1.0, self.piece_seconds if self.slowdown is not None else None)
+        return Simulated(self.slowdown or 1.0, self.piece_seconds if self.slowdown is not None else None)
 
     def peak(self, precision: Precision) -> float | None:
         """Peak FLOP/s in a precision, divided by a simulated card's slowdown; None if the card lacks it."""

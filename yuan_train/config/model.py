@@ -264,6 +264,16 @@ class ModelConfig:
         return 3 * (layers + self.head_forward_flops) - frozen
 
 
+EXPERT_FIELDS = (
+    "num_experts",
+    "experts_per_token",
+    "expert_ffn_hidden_size",
+    "router",
+    "norm_topk_prob",
+    "balance",
+    "balance_rate",
+)
+"""Fields of an architecture that may have experts."""
 OPTIONAL_FIELDS = (
     "attention",
     "num_key_value_heads",
@@ -272,13 +282,7 @@ OPTIONAL_FIELDS = (
     "rope_scaling",
     "rotary_dim",
     "rotary_form",
-    "num_experts",
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "router",
-    "norm_topk_prob",
-    "balance",
-    "balance_rate",
+    *EXPERT_FIELDS,
 )
 """Fields that only some architectures take."""
 
@@ -359,7 +363,7 @@ def _rotary_constraints(model: ModelConfig) -> Iterator[Violation]:
 
 def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:
     if not model.num_experts:
-        for name in _OF_EXPERTS:
+        for name in EXPERT_FIELDS[1:]:
             value = getattr(model, name)
             if value != ModelConfig.__dataclass_fields__[name].default:
                 yield Violation((name,), f"{value!r}, but num_experts is 0; set both or none")
@@ -388,16 +392,6 @@ def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:
             f"{model.experts_per_token} of {model.num_experts} experts; wanted {fewest} or more"
             f"{why if model.norm_topk_prob else ''}, and at most all",
         )
-
-
-_OF_EXPERTS = (
-    "experts_per_token",
-    "expert_ffn_hidden_size",
-    "router",
-    "norm_topk_prob",
-    "balance",
-    "balance_rate",
-)
 
 
 def _foreign_fields(model: ModelConfig) -> Iterator[Violation]:
@@ -472,7 +466,7 @@ _OTHER_KINDS = {
     "base_model_name_or_path": "a config of adapters; wanted the model that they belong to",
 }
 """By a key that no model has: what the file is."""
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """ORG/NAME, as models are called on the Hugging Face Hub."""
 
 
@@ -500,7 +494,7 @@ def locate_model(name: str | Path, folders: Sequence[Path] = (Path(),)) -> Path:
 
 def hub_advice(name: str | Path) -> str:
     """How to get a model of the Hub, for a path that is not there but reads like its name; else nothing."""
-    if not _HUB_NAME.fullmatch(str(name)):
+    if not HUB_NAME.fullmatch(str(name)):
         return ""
     folder = str(name).rpartition("/")[2]
     return (

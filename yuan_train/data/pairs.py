@@ -15,14 +15,12 @@ import numpy as np
 from yuan_train.config.errors import DataError
 from yuan_train.data.chat import Message, check_messages, encode_chat
 from yuan_train.data.loader import Batch
-from yuan_train.data.prompts import read_records
+from yuan_train.data.prompts import read_records, refuse_long, token_ids
 from yuan_train.data.rules import IGNORED
 from yuan_train.data.sampler import hash_key, permuted
 from yuan_train.data.tokenizer import Tokenizer
 
 SIDES = ("chosen", "rejected")
-NAMED = 8
-"""Lines that an error names one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,30 +123,24 @@ def read_pairs(
     `sequence_length`.
     """
     rows: list[Row] = []
-    too_long: list[str] = []
+    lengths: dict[str, int] = {}
     for where, record in read_records(Path(path), keys="data.pairs"):
         pair = [_row(record, side, tokenizer, where) for side in SIDES]
         longest, largest = (max(f(row.tokens) for row in pair) for f in (len, np.max))
         if largest >= vocab_size or min(row.tokens.min() for row in pair) < 0:
             raise DataError(f"{where}: token id {largest} is beyond the model's vocabulary of {vocab_size}")
-        if longest > sequence_length:
-            too_long.append(f"{where.rpartition(':')[2]} ({longest} tokens)")
+        lengths[where] = longest
         rows += pair
     if not rows:
         raise DataError(f"{path}: no pairs; wanted one JSON object a line with prompt, chosen and rejected")
-    if too_long:
-        more = f" and {len(too_long) - NAMED} more" if len(too_long) > NAMED else ""
-        raise DataError(
-            f"{path}: longer than data.sequence_length {sequence_length}: lines {', '.join(too_long[:NAMED])}"
-            f"{more}; raise it, or leave them out"
-        )
+    refuse_long(path, "data.sequence_length", sequence_length, lengths)
     pad_id = tokenizer.eod_id if tokenizer is not None else 0
     return Pairs(rows, sequence_length=sequence_length, seed=seed, pad_id=pad_id, trained=trained)
 
 
 def _row(record: dict[str, Any], side: str, tokenizer: Tokenizer | None, where: str) -> Row:
     if "prompt_ids" in record:
-        prompt, answer = (_ids(record, f"{name}_ids", where) for name in ("prompt", side))
+        prompt, answer = (token_ids(record, f"{name}_ids", where) for name in ("prompt", side))
     elif tokenizer is None:
         raise DataError(f"{where}: text needs data.tokenizer; or give prompt_ids, chosen_ids, rejected_ids")
     elif isinstance(record.get("prompt"), list):
@@ -187,11 +179,4 @@ def _text(record: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str):
         what = f"{key} is {type(value).__name__}" if key in record else f"no key {key!r}"
         raise DataError(f"{where}: {what}; wanted text")
-    return value
-
-
-def _ids(record: dict[str, Any], key: str, where: str) -> list[int]:
-    value = record.get(key)
-    if not isinstance(value, list) or any(type(item) is not int or abs(item) >= 1 << 31 for item in value):
-        raise DataError(f"{where}: {key} is not a list of token ids")
     return value

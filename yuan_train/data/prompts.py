@@ -40,6 +40,26 @@ NAMED = 8
 """Lines that an error names one by one."""
 
 
+def token_ids(record: Mapping[str, Any], key: str, where: str) -> list[int]:
+    """What a record has under a key of ids. Raises DataError."""
+    value = record.get(key)
+    if not isinstance(value, list) or any(type(item) is not int or abs(item) >= 1 << 31 for item in value):
+        raise DataError(f"{where}: {key} is not a list of token ids")
+    return value
+
+
+def refuse_long(path: str | Path, key: str, most: int, lengths: Mapping[str, int]) -> None:
+    """Raise DataError if some records of a file have more than `most` tokens, which `key` of the run file
+    says; `lengths` are by where they stand."""
+    lines = [f"{where.rpartition(':')[2]} ({n} tokens)" for where, n in lengths.items() if n > most]
+    if lines:
+        more = f" and {len(lines) - NAMED} more" if len(lines) > NAMED else ""
+        raise DataError(
+            f"{path}: longer than {key} {most}: lines {', '.join(lines[:NAMED])}{more}; raise it, or leave "
+            "them out"
+        )
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt."""
@@ -169,7 +189,7 @@ def read_prompts(
     more than `max_tokens`.
     """
     found: list[Prompt] = []
-    too_long: list[str] = []
+    lengths: dict[str, int] = {}
     for where, record in read_records(Path(path), keys="data.prompts and data.evaluation"):
         prompt = _prompt(record, tokenizer, template, where)
         if not prompt.ids:
@@ -178,17 +198,11 @@ def read_prompts(
             raise DataError(
                 f"{where}: token id {max(prompt.ids)} is beyond the model's vocabulary of {vocab_size}"
             )
-        if len(prompt.ids) > max_tokens:
-            too_long.append(f"{where.rpartition(':')[2]} ({len(prompt.ids)} tokens)")
+        lengths[where] = len(prompt.ids)
         found.append(prompt)
     if not found:
         raise DataError(f'{path}: no prompts; wanted {{"prompt": ..., "answer": ...}}, one object a line')
-    if too_long:
-        more = f" and {len(too_long) - NAMED} more" if len(too_long) > NAMED else ""
-        raise DataError(
-            f"{path}: longer than data.max_prompt_tokens {max_tokens}: lines {', '.join(too_long[:NAMED])}"
-            f"{more}; raise it, or leave them out"
-        )
+    refuse_long(path, "data.max_prompt_tokens", max_tokens, lengths)
     return found
 
 
@@ -228,9 +242,7 @@ def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, 
     answer = record.get("answer")
     columns = {key: value for key, value in record.items() if key not in ("prompt", "prompt_ids", "answer")}
     if "prompt_ids" in record:
-        ids = record["prompt_ids"]
-        if not isinstance(ids, list) or any(type(item) is not int or abs(item) >= 1 << 31 for item in ids):
-            raise DataError(f"{where}: prompt_ids is not a list of token ids")
+        ids = token_ids(record, "prompt_ids", where)
         return Prompt(tuple(ids), text_of(ids, tokenizer), answer, columns)
     prompt = record.get("prompt")
     if tokenizer is None:

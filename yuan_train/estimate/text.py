@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from yuan_train.config.devices import MEMORY_FRACTION
-from yuan_train.estimate.fit import (
+from yuan_train.estimate.memory import (
     Length,
     MemoryCase,
     Remedy,

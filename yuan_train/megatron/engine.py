@@ -45,7 +45,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups, sum_over_world
-from yuan_train.parallel.shard import TensorBox, global_boxes
+from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.train.build import DTYPES
 from yuan_train.train.engine import (
@@ -79,10 +79,7 @@ class Held:
 
     def boxes(self, kind: str) -> Iterator[TensorBox]:
         """The boxes of the global tensor, as views."""
-        shard, flat = self.named.shard, self.tensors[kind]
-        for box in global_boxes(shard, shard.index, shard.count, self.start, self.end):
-            view = flat[box.start : box.start + box.num_elements].view(box.sizes)
-            yield TensorBox(box.offsets, box.sizes, view)
+        return box_views(self.named.shard, self.tensors[kind], self.start)
 
 
 def hold_states(optimizer: Any, parameters: list[Named]) -> list[Held]:
@@ -305,7 +302,7 @@ def build(job: Job) -> tuple[Job, MegatronEngine, Progress]:
 
 def _make_engine(job: Job, world: MegatronWorld, expression: Expression) -> MegatronEngine:
     run, coord = job.run, world.coord
-    stopwatch = Stopwatch(job.device, pace=world.grid.pace(coord.rank))
+    stopwatch = Stopwatch(job.device, simulated=world.grid.simulated(coord.rank))
     batches, timers = Batches(), Timers(stopwatch)
     resets = job.tokenizer is not None and run.data.resets
     chunks = build_chunks(job.plan, coord, expression, batches, precision=run.train.precision, timers=timers)

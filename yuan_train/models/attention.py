@@ -182,29 +182,18 @@ class SelfAttention(nn.Module):
         filtered_BSH: Tensor,
         rotary: RotaryTables,
         cache: LayerCache,
-        first: int | Tensor,
-        visible: Tensor | None,
+        places_T: Tensor,
+        visible: Tensor,
     ) -> Tensor:
-        """Return [B, S, H] of tokens [first, first + S), and write their keys and values into `cache`.
+        """Return [B, S, H] of the next tokens, and write their keys and values into `cache`.
 
-        `first` may also be the place of each token among those of all sequences, see `LayerCache.write`.
-        `visible` is as in `ops.masked_attention`, of the first so many places. None: each token attends to
-        itself and to all before it; allowed only if `first` is 0, or a number and S is 1.
+        `places_T`: see `LayerCache.write`. `visible` is as in `ops.masked_attention`, of the first so many
+        places.
         """
         query_BSND, key_BSMD, value_BSMD = self.project(u_BSH, filtered_BSH, rotary)
-        if isinstance(first, Tensor):
-            assert visible is not None
-            last = visible.shape[-1]
-            cache.write(first, key_BSMD, value_BSMD)
-        else:
-            last = first + key_BSMD.shape[1]
-            cache.keys_BPMD[:, first:last] = key_BSMD
-            cache.values_BPMD[:, first:last] = value_BSMD
+        cache.write(places_T, key_BSMD, value_BSMD)
+        last = visible.shape[-1]
         heads_BSND = ops.masked_attention(
-            query_BSND,
-            cache.keys_BPMD[:, :last],
-            cache.values_BPMD[:, :last],
-            visible,
-            is_causal=visible is None and isinstance(first, int) and first == 0,
+            query_BSND, cache.keys_BPMD[:, :last], cache.values_BPMD[:, :last], visible
         )
         return self.out(heads_BSND.flatten(2))

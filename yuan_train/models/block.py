@@ -150,19 +150,19 @@ class Block(nn.Module):
         x_BSH: Tensor,
         rotary: RotaryTables,
         cache: LayerCache,
-        first: int | Tensor,
+        places_T: Tensor,
         document_start: Tensor | None,
-        visible: Tensor | None,
+        visible: Tensor,
     ) -> Tensor:
         """Return [B, S, H] of the next tokens, and add them to `cache`. Needs both halves.
 
-        `first` and `visible` as in `SelfAttention.step`.
+        `places_T` and `visible` as in `SelfAttention.step`.
         """
         u_BSH = filtered_BSH = self.attention_norm(x_BSH)
         if self.filter is not None:
             assert cache.filter_state is not None
             filtered_BSH, cache.filter_state = self.filter.step(u_BSH, cache.filter_state, document_start)
-        attended_BSH = self.attention.step(u_BSH, filtered_BSH, rotary, cache, first, visible)
+        attended_BSH = self.attention.step(u_BSH, filtered_BSH, rotary, cache, places_T, visible)
         u_BSH, x_BSH = self.feed_forward_norm.add(self.layout.reduce(attended_BSH, x_BSH), x_BSH)
         return x_BSH + self.layout.reduce(self._transform(u_BSH), x_BSH)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,16 @@ from torch import Tensor
 from yuan_train.config.errors import YuanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.dropout import Keys, hash_keys, hashes
-from yuan_train.models.transformer import Cache, Transformer
+from yuan_train.models.slots import (
+    DocumentRules,
+    Resets,
+    SlotDocuments,
+    documents_at,
+    new_slots,
+    padded_left,
+    step_slots,
+)
+from yuan_train.models.transformer import Transformer
 
 NOISE_ELEMENTS = 1 << 22
 """Words of all rows whose noise is in memory at once."""
@@ -114,37 +124,14 @@ class Sampling:
             raise YuanError(f"top_p {self.top_p} must lie in (0, 1]; 1 keeps all tokens")
 
 
-def generate(
-    model: Transformer,
-    prompt_ids: list[int],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int | None = None,
-    eod_id: int | None = None,
-    stop_ids: Collection[int] | None = None,
-    reset_position_ids: bool = True,
-    reset_attention: bool = False,
-    reset_filter: bool = False,
-) -> Iterator[int]:
+def generate(model: Transformer, prompt_ids: list[int], **options: Any) -> Iterator[int]:
     """Return an iterator over new tokens, each yielded once sampled: `generate_batch` of one prompt."""
-    batch = generate_batch(
-        model,
-        [prompt_ids],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        eod_id=eod_id,
-        stop_ids=stop_ids,
-        reset_position_ids=reset_position_ids,
-        reset_attention=reset_attention,
-        reset_filter=reset_filter,
+    return (
+        token
+        for tokens in generate_batch(model, [prompt_ids], **options)
+        for token in tokens
+        if token is not None
     )
-    return (token for tokens in batch for token in tokens if token is not None)
 
 
 def generate_batch(
@@ -191,19 +178,15 @@ def generate_batch(
     for prompt_ids in prompts:
         _check_request(model, prompt_ids, max_new_tokens)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    longest = max(map(len, prompts))
-    reader = _Reader(
-        model,
-        model.new_cache(batch_size=len(prompts), max_length=longest + max_new_tokens),
-        paddings=[longest - len(prompt_ids) for prompt_ids in prompts],
+    rules = DocumentRules(
         eod_id=eod_id,
         reset_position_ids=reset_position_ids,
         reset_attention=reset_attention,
         reset_filter=reset_filter,
     )
-    padded = [[0] * (longest - len(prompt_ids)) + list(prompt_ids) for prompt_ids in prompts]
     stops = frozenset((eod_id,) if stop_ids is None else stop_ids)
-    return _stream(reader, padded, max_new_tokens, sampling, _generators(seed, len(prompts)), stops)
+    reader = _Reader(model, prompts, rules, max_new_tokens)
+    return _stream(reader, max_new_tokens, sampling, _generators(seed, len(prompts)), stops)
 
 
 def _generators(seed: int | None, count: int) -> list[torch.Generator]:
@@ -231,131 +214,76 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
 
 def _stream(
     reader: _Reader,
-    prompts: list[list[int]],
     max_new_tokens: int,
     sampling: Sampling,
     generators: list[torch.Generator],
     stops: frozenset[int | None],
 ) -> Iterator[list[int | None]]:
-    unread = prompts
-    ended = [False] * len(prompts)
+    tokens: list[int | None] = []
+    ended = [False] * len(generators)
     for _ in range(max_new_tokens):
-        logits_BV = reader.read(unread)
+        logits_BV = reader.read(tokens) if tokens else reader.read_prompts()
         tokens = [
-            None if ended[row] else sample(logits_BV[row], sampling, generators[row])
-            for row in range(len(prompts))
+            None if ended[row] else sample(logits_BV[row], sampling, generator)
+            for row, generator in enumerate(generators)
         ]
         yield tokens
         ended = [token is None or token in stops for token in tokens]
         if all(ended):
             return
-        # The model still processes rows that have ended; their logits are ignored.
-        unread = [[0 if token is None else token] for token in tokens]
-
-
-@dataclass(kw_only=True)
-class Resets:
-    """Arguments of `Transformer.forward_cached` for consecutive tokens of one sequence, of the same names."""
-
-    positions: list[int] = field(default_factory=list)
-    document_start: list[bool] = field(default_factory=list)
-    visible_from: list[int] = field(default_factory=list)
-
-
-class DocumentTracker:
-    """Tracks the documents of one sequence, which begins with `padding` tokens that belong to none."""
-
-    def __init__(self, padding: int, eod_id: int | None) -> None:
-        self._padding = padding
-        self._eod_id = eod_id
-        self._first = padding
-        self._ended = True
-
-    def advance(self, ids: list[int], start: int) -> Resets:
-        """Return the resets of the next tokens, the first of which has index `start`."""
-        resets = Resets()
-        for index, token in enumerate(ids, start=start):
-            if index < self._padding:
-                # A padding token attends to itself: a softmax over no token would be NaN.
-                self._append(resets, 0, False, index)
-                continue
-            if self._ended:
-                self._first = index
-            self._append(resets, index - self._first, self._ended, self._first)
-            self._ended = token == self._eod_id
-        return resets
-
-    @staticmethod
-    def _append(resets: Resets, position: int, start: bool, first: int) -> None:
-        resets.positions.append(position)
-        resets.document_start.append(start)
-        resets.visible_from.append(first)
 
 
 class _Reader:
-    """Feeds tokens to a model through its cache, and tracks the documents in them.
-
-    The first token after the padding is a document's start even if the resets are off.
-    """
+    """Reads the prompts of a batch, and then a token of each at a time."""
 
     def __init__(
-        self,
-        model: Transformer,
-        cache: Cache,
-        *,
-        paddings: list[int],
-        eod_id: int | None,
-        reset_position_ids: bool,
-        reset_attention: bool,
-        reset_filter: bool,
+        self, model: Transformer, prompts: Sequence[list[int]], rules: DocumentRules, max_new_tokens: int
     ) -> None:
-        self.model = model
-        self.cache = cache
-        self.eod_id = eod_id
-        self._switches = {
-            "positions": reset_position_ids,
-            "document_start": reset_filter,
-            "visible_from": reset_attention,
-        }
-        self._padded = any(paddings)
-        # The first tracker sees the ends of documents; the second, for switches that are off, only padding.
-        self._by_document = [DocumentTracker(padding, eod_id) for padding in paddings]
-        self._by_sequence = [DocumentTracker(padding, None) for padding in paddings]
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._prompts = prompts
+        self._longest = max(map(len, prompts))
+        self._documents = [SlotDocuments(rules) for _ in prompts]
+        self._cache = new_slots(model, slots=len(prompts), max_length=self._longest + max_new_tokens)
+        self._lengths = [len(prompt_ids) for prompt_ids in prompts]
 
-    def read(self, rows: list[list[int]]) -> Tensor:
-        """Feed rows of equal length, at least 1; return the logits [B, V] of the next tokens."""
+    def read_prompts(self) -> Tensor:
+        """The logits [B, V] of the first new tokens."""
+        resets = [own.advance(ids, 0) for own, ids in zip(self._documents, self._prompts, strict=True)]
         hidden_BSH = None
-        length = self.cache.length + len(rows[0])
-        for start in range(0, len(rows[0]), PREFILL_CHUNK):
-            hidden_BSH = self._read_chunk([row[start : start + PREFILL_CHUNK] for row in rows], length)
+        for first in range(0, self._longest, PREFILL_CHUNK):
+            columns = range(first, min(first + PREFILL_CHUNK, self._longest))
+            tokens, places = padded_left(self._prompts, columns, self._longest)
+            hidden_BSH = self._step(tokens, places, resets, places)
         assert hidden_BSH is not None
-        with torch.no_grad():
-            return self.model.logits(hidden_BSH[:, -1])
+        return self._logits(hidden_BSH)
 
-    def _read_chunk(self, rows: list[list[int]], length: int) -> Tensor:
-        device = next(self.model.parameters()).device
-        start = self.cache.length
-        documents = [t.advance(ids, start) for t, ids in zip(self._by_document, rows, strict=True)]
-        sequences = [t.advance(ids, start) for t, ids in zip(self._by_sequence, rows, strict=True)]
+    def read(self, tokens: Sequence[int | None]) -> Tensor:
+        """The logits [B, V] of the tokens after these; those of rows that have ended are to be ignored."""
+        ids, places = [[token or 0] for token in tokens], [[length] for length in self._lengths]
+        rows = zip(self._documents, ids, self._lengths, strict=True)
+        resets = [own.advance(new, length) for own, new, length in rows]
+        self._lengths = [length + 1 for length in self._lengths]
+        self._longest += 1
+        return self._logits(self._step(ids, places, resets, [[0]] * len(ids)))
 
-        def resets_of(name: str) -> Tensor | None:
-            if self._switches[name]:
-                return torch.tensor([getattr(resets, name) for resets in documents], device=device)
-            if self._padded:
-                return torch.tensor([getattr(resets, name) for resets in sequences], device=device)
-            return None
-
-        visible_from = resets_of("visible_from")
-        if not self._padded and visible_from is not None and not visible_from.any():
-            visible_from = None  # no earlier document to hide: no mask needed
-        return self.model.forward_cached(
-            torch.tensor(rows, device=device),
-            self.cache,
-            positions=resets_of("positions"),
-            document_start=resets_of("document_start"),
-            visible_from=visible_from,
-            length=length,
+    def _step(
+        self, tokens: list[list[int]], places: list[list[int]], resets: list[Resets], of: list[list[int]]
+    ) -> Tensor:
+        """The hidden state of tokens at their places; `of`: where in `resets` each one's are."""
+        self._cache.length = self._longest
+        return step_slots(
+            self._model,
+            torch.tensor(tokens, device=self._device),
+            self._cache,
+            torch.tensor(places, device=self._device),
+            last=max(0, *(row[-1] for row in places)),
+            documents=documents_at(resets, of, self._device),
         )
+
+    def _logits(self, hidden_BSH: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self._model.logits(hidden_BSH[:, -1])
 
 
 def _check_request(model: Transformer, prompt_ids: list[int], max_new_tokens: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from yuan_train.config.architecture import find_format, find_module
@@ -94,34 +94,37 @@ def decoder_from_config(
         raise CheckpointError(f"{where}: describes no model: {error}") from None
 
 
-def decoder_config(
-    model: ModelConfig,
-    *,
-    dtype: str,
-    original: Mapping[str, Any] | None,
-    token_ids: Mapping[str, int] | None,
-    derived: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The `config.json` of a model, with the keys of `original` that say nothing of sizes.
+@dataclass(frozen=True, kw_only=True)
+class Publishing:
+    """What a `config.json` is written with, beside its model."""
 
-    `derived` has what follows from the architecture: model_type, architectures and its own switches.
-    `token_ids` may have `bos`, `eos`, `eod` and `pad`; an imported config has its own.
-    """
-    ids = token_ids or {}
+    dtype: str
+    original: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The config that the model was imported with; its keys that say nothing of sizes are kept."""
+    resets: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the model was trained to reset at document ends: keys of a run's `data`."""
+    token_ids: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of `bos`, `eos`, `eod`, `sep`, `pad` and `mask`, those that are known."""
+
+
+def decoder_config(model: ModelConfig, how: Publishing, derived: Mapping[str, Any]) -> dict[str, Any]:
+    """The `config.json` of a model; `derived` has what follows from the architecture: model_type,
+    architectures and its own switches. The ids of an imported config are its own."""
+    ids = how.token_ids
     defaults = {
         "use_cache": True,
         "bos_token_id": ids.get("bos"),
         "eos_token_id": ids.get("eos", ids.get("eod")),
         "pad_token_id": ids.get("pad"),
     }
-    kept = {key: value for key, value in (original or {}).items() if key not in _SET_BY_US}
+    kept = {key: value for key, value in how.original.items() if key not in _SET_BY_US}
     rope = _published_rope(model)
-    if original is not None and original.get("rope_parameters") is None:
-        rope = {key: original[key] for key in rope if key in original}  # in the publisher's own words
+    if how.original and how.original.get("rope_parameters") is None:
+        rope = {key: how.original[key] for key in rope if key in how.original}  # in the publisher's own words
     return {
         **defaults,
         **kept,
-        "torch_dtype": dtype,
+        "torch_dtype": how.dtype,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,
@@ -333,16 +336,8 @@ class PublishedFormat(Protocol):
         """What a model with this `config.json` resets at document ends: keys of a run's `data`."""
         ...
 
-    def published_config(
-        self,
-        model: ModelConfig,
-        *,
-        dtype: str,
-        original: Mapping[str, Any] | None = None,
-        resets: Mapping[str, bool] | None = None,
-        token_ids: Mapping[str, int] | None = None,
-    ) -> dict[str, Any]:
-        """The `config.json` of a model, with the keys of `original` that say nothing of sizes."""
+    def published_config(self, model: ModelConfig, how: Publishing) -> dict[str, Any]:
+        """The `config.json` of a model. Raises CheckpointError for one that the format has no words for."""
         ...
 
 

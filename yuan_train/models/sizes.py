@@ -17,19 +17,6 @@ from yuan_train.config.architecture import (
 )
 from yuan_train.config.model import ModelConfig
 
-EXPERT_FIELDS = frozenset(
-    {
-        "num_experts",
-        "experts_per_token",
-        "expert_ffn_hidden_size",
-        "router",
-        "norm_topk_prob",
-        "balance",
-        "balance_rate",
-    }
-)
-"""The fields of `ModelConfig` that an architecture takes which may have experts."""
-
 
 def feed_forward(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
     """A norm and the SwiGLU feed-forward, or the experts of a model that has them.

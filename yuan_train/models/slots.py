@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from yuan_kernels import ops
 
-from yuan_train.models.generate import DocumentTracker, Resets
 from yuan_train.models.rotary import rotary_tables
 from yuan_train.models.transformer import Cache, Transformer
 
@@ -31,29 +31,38 @@ class DocumentRules:
     reset_filter: bool = False
 
 
+@dataclass(kw_only=True)
+class Resets:
+    """What is reset at consecutive tokens of one sequence: fields of `Documents`, a number a token."""
+
+    positions: list[int] = field(default_factory=list)
+    document_start: list[bool] = field(default_factory=list)
+    visible_from: list[int] = field(default_factory=list)
+
+
 class SlotDocuments:
     """The documents of one sequence, as far as it is read."""
 
     def __init__(self, rules: DocumentRules) -> None:
         self._rules = rules
-        self._tracker = DocumentTracker(0, rules.eod_id)
+        self._first = 0
+        self._has_ended = True
 
-    def advance(self, ids: list[int], start: int) -> Resets:
+    def advance(self, ids: Sequence[int], start: int) -> Resets:
         """The resets of the next tokens, the first of which has place `start` in the sequence."""
-        resets, places = self._tracker.advance(ids, start), range(start, start + len(ids))
-        if not self._rules.reset_position_ids:
-            resets.positions = list(places)
-        if not self._rules.reset_filter:
-            resets.document_start = [place == 0 for place in places]
-        if not self._rules.reset_attention:
-            resets.visible_from = [0] * len(ids)
+        resets, rules = Resets(), self._rules
+        for place, token in enumerate(ids, start):
+            if self._has_ended:
+                self._first = place
+            resets.positions.append(place - self._first if rules.reset_position_ids else place)
+            resets.document_start.append(self._has_ended if rules.reset_filter else place == 0)
+            resets.visible_from.append(self._first if rules.reset_attention else 0)
+            self._has_ended = token == rules.eod_id
         return resets
 
     def fork(self) -> SlotDocuments:
         """Another sequence that begins as this one."""
-        twin = copy.copy(self)
-        twin._tracker = copy.copy(self._tracker)
-        return twin
+        return copy.copy(self)
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,33 @@ class Documents:
     positions_BS: Tensor
     document_start_BS: Tensor
     visible_from_BS: Tensor
+
+
+def documents_at(
+    resets: Sequence[Resets | None], places: Sequence[Sequence[int]], device: torch.device
+) -> Documents:
+    """The resets of tokens at these places of their own, one sequence a row, of which there are none at
+    padding: places below 0, and all of a row without resets."""
+
+    def numbers(name: str) -> Tensor:
+        found = [
+            [getattr(one, name)[place] if one is not None and place >= 0 else 0 for place in row]
+            for one, row in zip(resets, places, strict=True)
+        ]
+        return torch.tensor(found, device=device)
+
+    return Documents(numbers("positions"), numbers("document_start").bool(), numbers("visible_from"))
+
+
+def padded_left(
+    prompts: Sequence[Sequence[int]], columns: range, total: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens and places, as `step_slots` takes them, of some columns of prompts that fill `total` of them
+    from the right."""
+    paddings = [total - len(ids) for ids in prompts]
+    pairs = list(zip(prompts, paddings, strict=True))
+    tokens = [[ids[c - padding] if c >= padding else 0 for c in columns] for ids, padding in pairs]
+    return tokens, [[c - padding if c >= padding else -1 for c in columns] for _, padding in pairs]
 
 
 def new_slots(model: Transformer, *, slots: int, max_length: int) -> Cache:
@@ -107,7 +143,7 @@ def step_slots(
     added = torch.zeros(hidden_BSP.shape, dtype=x_BSH.dtype, device=x_BSH.device)
     added = added.masked_fill_(hidden_BSP, -math.inf).unsqueeze(1)
     rotary = rotary_tables(
-        model.config, turned_BS, length=last + 1, dtype=x_BSH.dtype, kept=cache.frequencies
+        model.config, turned_BS, length=max(cache.length, last + 1), dtype=x_BSH.dtype, kept=cache.frequencies
     )
     resting_B = positions_BS[:, -1] < 0 if rests and has_filters else None
     for layer, block in model.blocks.items():

@@ -52,7 +52,7 @@ class Cache:
     max_length: int
     """Tokens per sequence that the cache has room for."""
     length: int = 0
-    """Tokens per sequence so far."""
+    """For `dynamic` scaling: tokens of the longest sequence, if these are but a chunk of it."""
     frequencies: dict[torch.dtype, Frequencies] = field(default_factory=dict[torch.dtype, Frequencies])
     """Of the rotary embedding; see `rotary_tables`."""
 
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
             first: if not 0, begin with layer number `first` of this part, on the hidden state before it.
         """
         x_BSH = self.embedding(x) if self.has_embedding and not first else x
-        rotary, hidden = self._rotary(x_BSH, positions, x_BSH.shape[1]), self.layout.split(x_BSH)
+        rotary, hidden = self._rotary(x_BSH, positions), self.layout.split(x_BSH)
         if parts is not None:
             parts.share(x, positions, document_start, rotary.cos, rotary.sin)
         for i, (layer, block) in list(enumerate(self.blocks.items()))[first:]:
@@ -213,7 +213,7 @@ class Transformer(nn.Module):
         what `forward` takes if it is the first. All is kept for the backward."""
         layer, block = list(self.blocks.items())[index]
         x_BSH = self.embedding(x) if self.has_embedding and index == 0 else x
-        rotary = self._rotary(x_BSH, positions, x_BSH.shape[1])
+        rotary = self._rotary(x_BSH, positions)
         drop = self._dropout(dropout_seed, layer)
         return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
 
@@ -267,56 +267,15 @@ class Transformer(nn.Module):
             {i: _new_layer_cache(b, batch_size, max_length) for i, b in self.blocks.items()}, max_length
         )
 
-    @torch.no_grad()
-    def forward_cached(
-        self,
-        x: Tensor,
-        cache: Cache,
-        *,
-        positions: Tensor | None = None,
-        document_start: Tensor | None = None,
-        visible_from: Tensor | None = None,
-        length: int | None = None,
-    ) -> Tensor:
-        """Return the hidden state [B, S, H] of the next S tokens, and add them to `cache`.
-
-        Any S: a prefix at once, in chunks, or token by token gives the result of `forward` over all of it.
-        (Not beyond the original length of `dynamic` scaling, whose frequencies depend on the length so far.)
-
-        Args:
-            x: as in `forward`, the next tokens only.
-            cache: from this model's `new_cache`.
-            positions: int64 [B, S]; None counts on from the cache's length.
-            document_start: bool [B, S], where the localized filter's state is reset.
-            visible_from: int64 [B, S], for each token the index in the cache of the first token that it
-                attends to; None: it attends to all before it.
-            length: for `dynamic` scaling, the length of the prefix that these tokens are a chunk of; None:
-                it ends with them.
-
-        Raises:
-            ValueError: the cache has no room for S more tokens.
-        """
-        x_BSH = self.embedding(x) if self.has_embedding else x
-        first, count = cache.length, x_BSH.shape[1]
-        if first + count > cache.max_length:
-            raise ValueError(f"{count} tokens do not fit a cache that holds {first} of {cache.max_length}")
-        if positions is None:
-            positions = torch.arange(first, first + count, device=x_BSH.device).unsqueeze(0)
-        rotary = self._rotary(x_BSH, positions, length or first + count)
-        visible = _visible(first, count, visible_from, device=x_BSH.device)
-        for i, block in self.blocks.items():
-            x_BSH = block.step(x_BSH, rotary, cache.layers[i], first, document_start, visible)
-        cache.length += count
-        return self.final_norm(x_BSH) if self.has_head else x_BSH
-
     def _dropout(self, dropout_seed: DropoutSeed | None, layer: int) -> LayerDropout | None:
         """The dropout of a layer; None if there is none."""
         rate = self.config.hidden_dropout
         return LayerDropout(rate, dropout_seed, layer) if dropout_seed is not None and rate else None
 
-    def _rotary(self, x_BSH: Tensor, positions: Tensor | None, length: int) -> RotaryTables:
+    def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> RotaryTables:
+        length = x_BSH.shape[1]
         if positions is None:
-            positions = torch.arange(x_BSH.shape[1], device=x_BSH.device).unsqueeze(0)
+            positions = torch.arange(length, device=x_BSH.device).unsqueeze(0)
         return rotary_tables(self.config, positions, length=length, dtype=x_BSH.dtype)
 
 
@@ -398,14 +357,3 @@ def _new_layer_cache(block: Block, batch_size: int, max_length: int) -> LayerCac
         channels, hidden = block.filter.conv1.weight.shape[:2]
         filter_state = (value.new_zeros(batch_size, hidden), value.new_zeros(batch_size, channels))
     return LayerCache(value.new_zeros(shape), value.new_zeros(shape), filter_state)
-
-
-def _visible(first: int, count: int, visible_from: Tensor | None, *, device: torch.device) -> Tensor | None:
-    """Attention mask, bool [B or 1, 1, S, first + S], of tokens [first, first + S); None if not needed."""
-    if visible_from is None and (first == 0 or count == 1):
-        return None
-    keys = torch.arange(first + count, device=device)
-    visible = (keys <= keys[first:].unsqueeze(1)).unsqueeze(0)
-    if visible_from is not None:
-        visible = visible & (keys >= visible_from.unsqueeze(-1))
-    return visible.unsqueeze(1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Literal, NamedTuple, Protocol
 
 from yuan_train.schedule.step import Step
@@ -98,9 +97,7 @@ class during:  # noqa: N801 (reads as the context manager that it is)
         for observer in self._observers:
             observer.begin(self._activity)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             for observer in self._observers:
                 observer.end(self._activity)

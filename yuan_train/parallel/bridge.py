@@ -48,24 +48,6 @@ class _Route(NamedTuple):
     """The messages of the edge that this rank has sent, and that may not have arrived."""
 
 
-class _WithChecksum(NamedTuple):
-    """A message under way, and the checksum that follows it."""
-
-    message: Pending
-    sums: Pending
-
-    def wait(self) -> None:
-        self.message.wait()
-        self.sums.wait()
-
-    def is_done(self) -> bool:
-        return self.message.is_done() and self.sums.is_done()
-
-    def finish(self, seconds: float) -> None:
-        self.message.finish(seconds)
-        self.sums.finish(seconds)
-
-
 class Bridge:
     """Sends and receives the messages of one rank.
 
@@ -174,7 +156,7 @@ class Bridge:
         try:
             pending = transport.send(message, edge.receiver)
             if self.checks:
-                pending = _WithChecksum(pending, transport.send(checksum(message), edge.receiver))
+                pending = pending.join(transport.send(checksum(message), edge.receiver))
             under_way.append((step, pending))
         except RuntimeError as error:
             self._blame_peer(step, error)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from yuan_train.config.errors import TrainingError
 from yuan_train.parallel.gradients import FlatBucket, Slice, blocks_of
 from yuan_train.parallel.grid import Bucket, Grid, RankCoord
-from yuan_train.parallel.groups import guard_world_collective
+from yuan_train.parallel.groups import gather_objects, guard_world_collective
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element, the integers that its bits are."""
@@ -81,21 +80,15 @@ def check_weights(
         if entry.row in unlike
         for name, weights in entry.weights()
     }
-    told: list[Any] = [None] * dist.get_world_size()
     with guard_world_collective(coord, "the search for weights that differ"):
-        dist.all_gather_object(told, mine)
-    raise TrainingError(_message(grid, told))
+        raise TrainingError(_message(grid, gather_objects(mine)))
 
 
 def raise_faults(coord: RankCoord, faults: Sequence[str]) -> None:
     """Raise TrainingError, on all ranks, with what some rank has found wrong with messages or gradients.
     Collective over all ranks."""
-    told: list[Any] = [list(faults)]
-    if dist.is_initialized():
-        told = [None] * dist.get_world_size()
-        with guard_world_collective(coord, "the search for bits that differ"):
-            dist.all_gather_object(told, list(faults))
-    found = [fault for own in told for fault in own]
+    with guard_world_collective(coord, "the search for bits that differ"):
+        found = [fault for own in gather_objects(list(faults)) for fault in own]
     if found:
         more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
         raise TrainingError(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,32 +29,36 @@ NVLink. A message crosses a NIC or PCIe with fewer than four (an estimate: it wa
 """
 
 
-class Mark(Protocol):
-    """A point of a stream: what was enqueued there before it."""
+class Mark:
+    """A point of a stream: what was enqueued there before it. On a CPU, as here, it has happened."""
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
 
     def query(self) -> bool:
         """Whether the device has come to it; does not wait."""
-        ...
+        return True
 
     def wait(self) -> None:
         """Make the compute that is enqueued next wait for it. On a card the host goes on."""
-        ...
 
     def finish(self) -> None:
         """Make the host wait for it."""
-        ...
 
     def seconds_since(self, earlier: Any) -> float:
         """Device seconds between two timed marks of a device; both must have been waited for."""
-        ...
+        return self._seconds - earlier._seconds
 
 
-class Stream(Protocol):
-    """What a card does beside its compute."""
+class Stream:
+    """What a card does beside its compute. On a CPU, as here, there is nothing to overlap with."""
 
     def run(self, work: Callable[[], None]) -> Mark:
         """Enqueue what `work` calls, after the compute that is enqueued now; its end."""
-        ...
+        work()
+        return Mark()
 
 
 @dataclass(frozen=True)
@@ -93,188 +97,91 @@ class CardFacts:
     CUDA_VISIBLE_DEVICES."""
 
 
-class Device(Protocol):
-    """Where a rank computes."""
+class Device:
+    """Where a rank computes: here the host itself, a CPU."""
 
-    torch: torch.device
+    torch = torch.device("cpu")
     """Where its tensors are."""
-    is_card: bool
+    is_card = False
     """Whether it works behind the host's back, in memory of its own."""
-    library: Literal["gloo", "nccl"]
+    library: Literal["gloo", "nccl"] = "gloo"
     """What moves tensors between devices of this kind."""
 
     def message_options(self, timeout: timedelta) -> Any:
         """The `pg_options` of a process group of `library` that carries messages beside the compute; None:
         its own."""
-        ...
+        return None
 
     def use(self) -> None:
         """Let what this thread enqueues belong to this device. A thread that has not would make a context on
         the first card, whichever its process uses."""
-        ...
 
     def mark(self, *, timed: bool = False) -> Mark:
         """A mark at the end of the compute that is enqueued now; `timed` ones can be subtracted."""
-        ...
+        return Mark(time.perf_counter() if timed else 0.0)
 
     def make_stream(self) -> Stream:
         """A stream beside the compute, first in, first out."""
-        ...
+        return Stream()
 
     def finish_compute(self) -> None:
         """Make the host wait for the compute that is enqueued, and not for copies beside it."""
-        ...
 
     def finish(self) -> None:
         """Make the host wait for all that is enqueued."""
-        ...
 
     def now(self) -> float:
         """Seconds of the host's clock."""
-        ...
+        return time.perf_counter()
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in host memory that the device copies from and to without making the host wait."""
-        ...
+        return torch.empty(shape, dtype=dtype)
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host in such memory: itself, if it is."""
-        ...
+        return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of the host to the device, for the compute that is enqueued next."""
-        ...
+        return tensor
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the device in host memory; the host waits for all compute that is enqueued."""
-        ...
+        return tensor
 
     def start_to_host(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Start to copy a tensor of the device to the host, after the compute that is enqueued; the host may
         read the copy after `finish_compute`."""
-        ...
+        host.copy_(tensor)
 
     def register(self, pages: torch.Tensor, what: str) -> None:
         """Make whole pages [n] of the host such memory, until the process ends. Raises HostMemoryError, which
         names `what` they are for, if there may not be so much."""
-        ...
 
     def memory(self) -> CardMemory | None:
         """Of a card; None on a CPU, whose memory the system counts."""
-        ...
+        return None
 
     def largest_free_block(self) -> int:
         """Bytes of the largest piece that the allocator has and no tensor holds; 0 on a CPU. Slow."""
-        ...
-
-    def reset_peak_memory(self) -> None:
-        """Start the peaks of `memory` anew."""
-        ...
-
-    def empty_cache(self) -> None:
-        """Return what the allocator has and no tensor holds."""
-        ...
-
-    def facts(self) -> CardFacts | None:
-        """Of a card; None on a CPU."""
-        ...
-
-
-class _CpuMark:
-    """All before it has happened."""
-
-    __slots__ = ("_seconds",)
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-    def finish(self) -> None:
-        return
-
-    def seconds_since(self, earlier: _CpuMark) -> float:
-        return self._seconds - earlier._seconds
-
-
-class _CpuStream:
-    """From memory to memory there is nothing to overlap with: work runs at once."""
-
-    def run(self, work: Callable[[], None]) -> Mark:
-        work()
-        return _CpuMark(0.0)
-
-
-class CpuDevice:
-    """The host itself; see `Device`."""
-
-    torch = torch.device("cpu")
-    is_card = False
-    library: Literal["gloo", "nccl"] = "gloo"
-
-    def message_options(self, timeout: timedelta) -> Any:
-        return None
-
-    def use(self) -> None:
-        return
-
-    def mark(self, *, timed: bool = False) -> Mark:
-        return _CpuMark(time.perf_counter() if timed else 0.0)
-
-    def make_stream(self) -> Stream:
-        return _CpuStream()
-
-    def finish_compute(self) -> None:
-        return
-
-    def finish(self) -> None:
-        return
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def start_to_host(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        host.copy_(tensor)
-
-    def register(self, pages: torch.Tensor, what: str) -> None:
-        return
-
-    def memory(self) -> CardMemory | None:
-        return None
-
-    def largest_free_block(self) -> int:
         return 0
 
     def reset_peak_memory(self) -> None:
-        return
+        """Start the peaks of `memory` anew."""
 
     def empty_cache(self) -> None:
-        return
+        """Return what the allocator has and no tensor holds."""
 
     def facts(self) -> CardFacts | None:
+        """Of a card; None on a CPU."""
         return None
 
 
-CPU: Device = CpuDevice()
+CPU = Device()
 
 
-class _CudaMark:
+class _CudaMark(Mark):
     __slots__ = ("_event",)
 
     def __init__(self, *, timed: bool = False) -> None:
@@ -291,11 +198,11 @@ class _CudaMark:
     def finish(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: _CudaMark) -> float:
+    def seconds_since(self, earlier: Any) -> float:
         return earlier._event.elapsed_time(self._event) / 1e3
 
 
-class _CudaStream:
+class _CudaStream(Stream):
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
@@ -307,7 +214,7 @@ class _CudaStream:
             return _CudaMark()
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """A card of CUDA or ROCm, by the number that torch gives it; see `Device`."""
 
     is_card = True
@@ -341,9 +248,6 @@ class CudaDevice:
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch)
-
-    def now(self) -> float:
-        return time.perf_counter()
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

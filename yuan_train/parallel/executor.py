@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 import torch
 from yuan_kernels import ops
 
-from yuan_train.config.devices import REAL, Pace
+from yuan_train.config.devices import REAL, Simulated
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.bridge import Bridge
 from yuan_train.parallel.device import Device, Mark
@@ -64,14 +63,14 @@ class Stopwatch:
     """Measures the seconds that a device spends on compute.
 
     A simulated card sleeps after each piece of work, until the work has lasted `slowdown` times the processor
-    time that it used, or as long as its pace says of any piece.
+    time that it used, or as long as its type says of any piece.
     """
 
-    def __init__(self, device: Device, *, pace: Pace = REAL) -> None:
+    def __init__(self, device: Device, *, simulated: Simulated = REAL) -> None:
         self._device = device
-        self._pace = pace
+        self._simulated = simulated
         self._left = 0.0
-        """Seconds that the piece of work that is running is to last yet, if the pace says how long."""
+        """Seconds that the piece of work that is running is to last yet, if the card's type says how long."""
         self._seconds = 0.0
         self._since: tuple[float, float] | None = None
         """Wall and processor seconds at the start of the piece of work that is running, or resumed."""
@@ -89,7 +88,7 @@ class Stopwatch:
         if self._device.is_card:
             self._begun = self._device.mark(timed=True)
         else:
-            self._left = self._pace.piece_seconds or 0.0
+            self._left = self._simulated.piece_seconds or 0.0
             self._since = self._now()
 
     def stop(self) -> None:
@@ -122,24 +121,24 @@ class Stopwatch:
     def catch_up(self) -> None:
         """Inside a piece of work of a simulated card: wait until a card of its speed would have come so far.
         Without this, what the work starts half-way would start too early."""
-        if self._pace.is_simulated and self._since is not None:
+        if self._simulated.is_simulated and self._since is not None:
             self._count()
             self._since = self._now()
 
     def _now(self) -> tuple[float, float]:
         """Wall seconds, and the thread's processor seconds if a simulated card needs them: a system call."""
-        return time.perf_counter(), time.thread_time() if self._pace.is_simulated else 0.0
+        return time.perf_counter(), time.thread_time() if self._simulated.is_simulated else 0.0
 
     def _count(self, *, ends: bool = False) -> None:
         """`ends`: with the piece of work, which else goes on."""
         assert self._since is not None
         start_wall, start_processor = self._since
-        if self._pace.piece_seconds is not None:
+        if self._simulated.piece_seconds is not None:
             if ends:
                 time.sleep(max(0.0, start_wall + self._left - time.perf_counter()))
             self._left -= time.perf_counter() - start_wall
-        elif self._pace.slowdown > 1:
-            due = start_wall + self._pace.slowdown * (time.thread_time() - start_processor)
+        elif self._simulated.slowdown > 1:
+            due = start_wall + self._simulated.slowdown * (time.thread_time() - start_processor)
             time.sleep(max(0.0, due - time.perf_counter()))
         self._seconds += time.perf_counter() - start_wall
 
@@ -164,9 +163,7 @@ class _Running:
     def __enter__(self) -> None:
         self._stopwatch.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self._stopwatch.stop()
 

@@ -343,7 +343,7 @@ class GradReducer:
         self._deferred = frozenset(deferred)
         self._late = frozenset(late)
         self._start = start
-        self.pace: Callable[[], None] = lambda: None
+        self.catch_up: Callable[[], None] = lambda: None
         """Called before each start: a simulated card waits here until it would have come so far."""
         self._needed: list[frozenset[StageParameter]] = _by_bucket(parameters, buckets_of)
         self._missing: list[set[StageParameter]] = []
@@ -432,7 +432,7 @@ class GradReducer:
             self._context.run(self._announced_start, self._next + 1)
 
     def _announced_start(self, number: int) -> None:
-        self.pace()
+        self.catch_up()
         with during(Activity("start_grad_reduce", number=number)):
             self._start(number)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from yuan_train.config.architecture import HALVES, half_of
-from yuan_train.config.devices import REAL, Pace
+from yuan_train.config.devices import REAL, Simulated
 from yuan_train.config.plan import (
     PipelinePlan,
     Plan,
@@ -135,10 +135,10 @@ class Grid:
         """All ranks of a pipeline, the lowest first."""
         return tuple(sorted({rank for replica in self.replicas(pipeline) for rank in replica}))
 
-    def pace(self, rank: int) -> Pace:
+    def simulated(self, rank: int) -> Simulated:
         """How long work lasts on a rank's card, if a process simulates it."""
         device_type = self.plan.device_type(rank)
-        return REAL if device_type is None else device_type.pace
+        return REAL if device_type is None else device_type.simulated
 
     def workers(self, pipeline: int) -> Workers:
         """The workers' numbers of each stage of a pipeline."""

@@ -31,7 +31,6 @@ from yuan_train.parallel.board import Board, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
-    GroupTransport,
     LostPeer,
     Transport,
     blame_peers,
@@ -182,18 +181,24 @@ def enter_world(board: Board, *, device: Device, timeout_seconds: float) -> None
     LostRank if the ranks do not connect.
     """
     meeting = board.meeting
+    store = dist.PrefixStore(f"attempt-{meeting.attempt}", board.store)
+    connect("the ranks", store, meeting.rank, meeting.world_size, device, timeout_seconds)
+
+
+def connect(
+    who: str, store: dist.Store, rank: int, world_size: int, device: Device, timeout_seconds: float
+) -> None:
+    """Initialise torch.distributed with ranks that meet in a store. Raises LostRank, naming `who` they are,
+    if they do not connect."""
+    timeout = timedelta(seconds=timeout_seconds)
     try:
         dist.init_process_group(
-            world_backend(device),
-            store=dist.PrefixStore(f"attempt-{meeting.attempt}", board.store),
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
+            world_backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     except (RuntimeError, ValueError) as error:
         if not is_lost_connection(error):
             raise
-        raise LostRank(f"the ranks could not connect: {without_frames(error)}") from error
+        raise LostRank(f"{who} could not connect: {without_frames(error)}") from error
 
 
 def world_backend(device: Device) -> str:
@@ -218,13 +223,22 @@ def guard_world_collective(coord: RankCoord, what: str) -> Iterator[None]:
         yield
 
 
-def gather_objects(value: T) -> list[T]:
-    """What each rank has; collective over all of them."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank of a group has, None: of the world; collective over them."""
     if not dist.is_initialized():
         return [value]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, value)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, value, group=group)
     return told
+
+
+def share_object(value: T, *, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """What rank `source` of the world has, on all ranks of a group, None: of the world; collective."""
+    if not dist.is_initialized():
+        return value
+    told: list[Any] = [value]
+    dist.broadcast_object_list(told, src=source, group=group)
+    return told[0]
 
 
 def wait_for_world(coord: RankCoord, what: str) -> None:
@@ -330,11 +344,11 @@ def make_groups(
         options = device.message_options(timeout) if of_messages and library == device.library else None
         return _new_group(ranks, timeout=timeout, backend=library, options=options)
 
-    def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> GroupTransport:
+    def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Transport:
         return transport_of(group, ranks, device=device, via_host=grid.plan.via_host(ranks))
 
     own = grid.replica(grid.coords[rank])
-    edges: dict[Edge, GroupTransport] = {}
+    edges: dict[Edge, Transport] = {}
     for edge in grid.edges:
         ranks = (edge.sender, edge.receiver)
         group = new_group(ranks, of_messages=True)
@@ -346,7 +360,7 @@ def make_groups(
         for i in range(bucket.num_slices)
         if len(bucket.owners) > 1
     )
-    owners: dict[tuple[int, ...], GroupTransport] = {}
+    owners: dict[tuple[int, ...], Transport] = {}
     for ranks in shared:
         group = new_group(ranks)
         if rank in ranks:
@@ -392,9 +406,7 @@ def make_tensor_groups(
     return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in rank_groups}
 
 
-def make_pair(
-    ranks: tuple[int, int], *, device: Device, via_host: bool, timeout_seconds: float
-) -> GroupTransport:
+def make_pair(ranks: tuple[int, int], *, device: Device, via_host: bool, timeout_seconds: float) -> Transport:
     """A group of two ranks, to be freed by them; collective over all ranks."""
     library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
     # As an edge of a plan, whose rate it measures.

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yuan_train.config.errors import LostRank, TrainingError
+from yuan_train.config.errors import TrainingError
 from yuan_train.parallel.board import Board, Meeting
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.groups import world_backend
+from yuan_train.parallel.groups import connect
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import (
     WHOLE,
@@ -106,18 +106,8 @@ def enter_role(position: RolePosition, *, device: Device, timeout_seconds: float
     ranks = position.role_ranks[position.role]
     if len(ranks) == 1:
         return
-    try:
-        dist.init_process_group(
-            world_backend(device),
-            store=dist.PrefixStore(position.role, position.store),
-            rank=position.rank,
-            world_size=len(ranks),
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-    except RuntimeError as error:
-        if not is_lost_connection(error):
-            raise
-        raise LostRank(f"the ranks of a role could not connect: {without_frames(error)}") from error
+    store = dist.PrefixStore(position.role, position.store)
+    connect("the ranks of a role", store, position.rank, len(ranks), device, timeout_seconds)
 
 
 class Link:

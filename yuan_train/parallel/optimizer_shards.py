@@ -208,29 +208,14 @@ def _host_shard(
 ) -> OptimizerShard:
     """The shard of weights [k], in the master's precision, in host memory."""
     n = weights.numel()
-    master, gradient, exp_avg, exp_avg_sq = (host.slab.take(n, weights.dtype) for _ in range(NUM_BUFFERS))
-    master.copy_(weights)
+    buffers = [host.slab.take(n, weights.dtype) for _ in range(NUM_BUFFERS)]
+    buffers[0].copy_(weights)
+    chunks = [
+        HostChunk(layout, start + first, *(b[first:last] for b in buffers), decays=decays, links=host.links)
+        for first, last, decays in chunk_ranges(n, num_matrix_elements)
+    ]
     return OptimizerShard(
-        start=start,
-        end=start + n,
-        master=master,
-        gradient=gradient,
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        num_matrix_elements=num_matrix_elements,
-        chunks=tuple(
-            HostChunk(
-                layout=layout,
-                start=start + first,
-                master=master[first:last],
-                gradient=gradient[first:last],
-                exp_avg=exp_avg[first:last],
-                exp_avg_sq=exp_avg_sq[first:last],
-                decays=decays,
-                links=host.links,
-            )
-            for first, last, decays in chunk_ranges(n, num_matrix_elements)
-        ),
+        start, start + n, *buffers, num_matrix_elements=num_matrix_elements, chunks=tuple(chunks)
     )
 
 
@@ -240,22 +225,15 @@ def _disk_shard(
     """The shard of weights [k], all matrices or none, in the master's precision, on the disk."""
     assert host.disk is not None
     n = weights.numel()
-    master, exp_avg, exp_avg_sq = (host.disk.file.take(n, weights.dtype) for _ in range(DISK_STATES))
-    master.tensor.copy_(weights)
+    states = tuple(host.disk.file.take(n, weights.dtype) for _ in range(DISK_STATES))
+    master, *averages = (state.tensor for state in states)
+    master.copy_(weights)
     return OptimizerShard(
-        start=start,
-        end=start + n,
-        master=master.tensor,
-        gradient=weights.new_empty(0),
-        exp_avg=exp_avg.tensor,
-        exp_avg_sq=exp_avg_sq.tensor,
+        start,
+        start + n,
+        master,
+        weights.new_empty(0),
+        *averages,
         num_matrix_elements=n if decays else 0,
-        chunks=disk_chunks(
-            (master, exp_avg, exp_avg_sq),
-            host.disk,
-            host.links,
-            layout=layout,
-            start=start,
-            decays=decays,
-        ),
+        chunks=disk_chunks(states, host.disk, host.links, layout=layout, start=start, decays=decays),
     )

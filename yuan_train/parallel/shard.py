@@ -206,6 +206,18 @@ def _inside(shape: Sizes, index: int, start: int, end: int, *, before: int) -> I
         yield Box((index, *box.offsets), (1, *box.sizes), before + box.start)
 
 
+def box_views(
+    shard: Shard, flat: torch.Tensor, start: int = 0, *, index: int | None = None, count: int | None = None
+) -> Iterator[TensorBox]:
+    """The boxes, in the global tensor, of the elements [start, start + n) of a part of it, as views of a
+    buffer [n] that holds them; of part `index` of `count`, or the shard's own."""
+    index, count = shard.index if index is None else index, shard.count if count is None else count
+    for box in global_boxes(shard, index, count, start, start + flat.numel()):
+        yield TensorBox(
+            box.offsets, box.sizes, flat[box.start : box.start + box.num_elements].view(box.sizes)
+        )
+
+
 def global_boxes(shard: Shard, index: int, count: int, start: int, end: int) -> Iterator[Box]:
     """The boxes, in the global tensor, of the elements [start, end) of part `index` of `count` of it.
 

@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -133,9 +132,7 @@ class blame_peers:  # noqa: N801 (reads as the context manager that it is)
             self._during = during(Activity("collective", what=self._what, ranks=tuple(self._ranks)))
             self._during.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             _raise_lost_peer(self._what, self._ranks, error)
         if self._during is not None:
@@ -160,83 +157,7 @@ def wait_for_all(ranks: Sequence[int], what: str, group: dist.ProcessGroup | Non
             raise
 
 
-class Pending(Protocol):
-    """An operation under way."""
-
-    def wait(self) -> None:
-        """Wait until the operation has ended: on gloo the host waits, on nccl the current stream.
-
-        Raises LostPeer, on gloo, if a rank of the group is lost.
-        """
-        ...
-
-    def is_done(self) -> bool:
-        """Whether the operation is known to have ended; never blocks.
-
-        gloo tells it of collectives, but of a message only when it has been waited for.
-        """
-        ...
-
-    def finish(self, seconds: float) -> None:
-        """Block the host until the operation has ended. Raises LostPeer if it has not after `seconds`."""
-        ...
-
-
-class PendingReceive(Protocol):
-    """A posted receive."""
-
-    def take(self) -> torch.Tensor:
-        """Wait as `Pending.wait` does, and return the message, on the device. To be called once."""
-        ...
-
-    def finish(self, seconds: float) -> None:
-        """As `Pending.finish`."""
-        ...
-
-
-class Transport(Protocol):
-    """What the ranks of one group do together; `ranks` and roots are ranks of the world.
-
-    Operations of a group happen in the order in which they are started, which must be the same on its ranks.
-    `what` names an operation in errors.
-    """
-
-    library: str
-    """gloo or nccl."""
-    open_receives_hold_up_nothing: bool
-    """Whether the device goes on while a receive waits for its sender; on nccl it is a running kernel."""
-
-    def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
-        """Allocate a buffer and start to receive into it."""
-        ...
-
-    def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
-        """Start to send a contiguous tensor, which must not change until then."""
-        ...
-
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
-        """Start to sum a tensor over the group, in place."""
-        ...
-
-    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
-        """Start to copy a tensor from `root` to the others."""
-        ...
-
-    def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        """Start to sum a tensor [n] over the group, each range in place on its rank; elsewhere it may be
-        overwritten."""
-        ...
-
-    def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
-        """Start to copy each range of a tensor [n] from its rank to the others."""
-        ...
-
-    def close(self) -> None:
-        """Destroy the group; nothing may be under way."""
-        ...
-
-
-class _PendingWork:
+class Pending:
     """Operations of torch.distributed that were started together, and the tensors that they read or write."""
 
     __slots__ = ("_polls", "_ranks", "_tensors", "_what", "_works")
@@ -256,13 +177,26 @@ class _PendingWork:
         self._polls = polls
 
     def wait(self) -> None:
+        """Wait until the operations have ended: on gloo the host waits, on nccl the current stream.
+
+        Raises LostPeer, on gloo, if a rank of the group is lost.
+        """
         if self._works:
             with blame_peers(self._what, self._ranks):
                 for work in self._works:
                     work.wait()
         self._works, self._tensors = (), ()
 
+    def join(self, other: Pending) -> Pending:
+        """Both as one."""
+        self._works, self._tensors = (*self._works, *other._works), (*self._tensors, *other._tensors)
+        return self
+
     def is_done(self) -> bool:
+        """Whether the operations are known to have ended; never blocks.
+
+        gloo tells it of collectives, but of a message only when it has been waited for.
+        """
         for work in self._works:
             if not work.is_completed():
                 return False
@@ -271,6 +205,7 @@ class _PendingWork:
         return True
 
     def finish(self, seconds: float) -> None:
+        """Block the host until they have ended. Raises LostPeer if they have not after `seconds`."""
         if not self._polls:
             # gloo's own wait ends with the group's timeout.
             self.wait()
@@ -281,7 +216,7 @@ class _PendingWork:
             time.sleep(POLL_SECONDS)
 
 
-class _Message(_PendingWork):
+class _Message(Pending):
     """A message under way. Who sends or takes it tells the observers, and says of which micro-batch it is, so
     it does nothing more: there are many."""
 
@@ -297,8 +232,8 @@ class _Message(_PendingWork):
         self._works, self._tensors = (), ()
 
 
-class _PendingMessage:
-    """A posted receive of a message that arrives where it is used."""
+class PendingReceive:
+    """A posted receive, here of a message that arrives where it is used."""
 
     __slots__ = ("_buffer", "_pending")
 
@@ -307,15 +242,21 @@ class _PendingMessage:
         self._buffer = buffer
 
     def take(self) -> torch.Tensor:
+        """Wait as `Pending.wait` does, and return the message, on the device. To be called once."""
         self._pending.wait()
         return self._buffer
 
     def finish(self, seconds: float) -> None:
+        """As `Pending.finish`."""
         self._pending.finish(seconds)
 
 
-class GroupTransport:
-    """A process group as a transport: what gloo and nccl have in common."""
+class Transport:
+    """What the ranks of one group do together, over gloo or nccl; `ranks` and roots are ranks of the world.
+
+    Operations of a group happen in the order in which they are started, which must be the same on its ranks.
+    `what` names an operation in errors.
+    """
 
     library: str
     """The backend of the process group."""
@@ -339,28 +280,35 @@ class GroupTransport:
         self._device = device
 
     def post(self, shape: tuple[int, ...], dtype: torch.dtype, sender: int) -> PendingReceive:
+        """Allocate a buffer and start to receive into it."""
         buffer = torch.empty(shape, dtype=dtype, device=self._device.torch)
-        return _PendingMessage(self._receive(buffer, sender), buffer)
+        return PendingReceive(self._receive(buffer, sender), buffer)
 
     def send(self, tensor: torch.Tensor, receiver: int) -> Pending:
+        """Start to send a contiguous tensor, which must not change until then."""
         work = self._group.send([tensor], self._index[receiver], 0)
         return _Message((work,), (tensor,), self._ranks, self._names[receiver][0], self._polls)
 
     def close(self) -> None:
+        """Destroy the group; nothing may be under way."""
         # Of a group of others this rank has a placeholder, which torch leaves alone.
         dist.destroy_process_group(self._group)
 
     def all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
+        """Start to sum a tensor over the group, in place."""
         with blame_peers(what, self._ranks):
             work = self._group.allreduce([tensor])
         return self._pending(work, (tensor,), what)
 
     def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> Pending:
+        """Start to copy a tensor from `root` to the others."""
         with blame_peers(what, self._ranks):
             work = self._group.broadcast([tensor], self._broadcast_options[self._index[root]])
         return self._pending(work, (tensor,), what)
 
     def reduce_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
+        """Start to sum a tensor [n] over the group, each range in place on its rank; elsewhere it may be
+        overwritten."""
         if not (ranges.each and self._coalesces):
             return self._each(tensor, ranges, self._reduce_options, self._group.reduce, what)
         part, equal, rest = self._equal_parts(tensor, ranges)
@@ -371,6 +319,7 @@ class GroupTransport:
         return self._pending(works, (part, tensor), what)
 
     def gather_ranges(self, tensor: torch.Tensor, ranges: Ranges, what: str) -> Pending:
+        """Start to copy each range of a tensor [n] from its rank to the others."""
         if not (ranges.each and self._coalesces):
             return self._each(tensor, ranges, self._broadcast_options, self._group.broadcast, what)
         part, equal, rest = self._equal_parts(tensor, ranges)
@@ -413,10 +362,6 @@ class GroupTransport:
     def _broadcast_options(self) -> list[dist.BroadcastOptions]:
         return [rooted(dist.BroadcastOptions(), index) for index in range(len(self._ranks))]
 
-    def free(self) -> None:
-        """Destroy the process group; nothing may be pending."""
-        dist.destroy_process_group(self._group)
-
     def _receive(self, buffer: torch.Tensor, sender: int) -> _Message:
         work = self._group.recv([buffer], self._index[sender], 0)
         return _Message((work,), (buffer,), self._ranks, self._names[sender][1], self._polls)
@@ -433,9 +378,9 @@ class GroupTransport:
         work: dist.Work | Sequence[dist.Work] | None,
         tensors: tuple[torch.Tensor, ...],
         what: str,
-    ) -> _PendingWork:
+    ) -> Pending:
         works = () if work is None else (work,) if isinstance(work, dist.Work) else work
-        return _PendingWork(works, tensors, self._ranks, what, self._polls)
+        return Pending(works, tensors, self._ranks, what, self._polls)
 
 
 def rooted(options: Any, index: int) -> Any:
@@ -444,7 +389,7 @@ def rooted(options: Any, index: int) -> Any:
     return options
 
 
-class GlooTransport(GroupTransport):
+class GlooTransport(Transport):
     """gloo, from and to host memory; for collectives gloo itself copies from and to a card."""
 
     library = "gloo"
@@ -459,7 +404,7 @@ class GlooTransport(GroupTransport):
         return super().reduce_ranges(tensor, ranges, what)
 
 
-class NcclTransport(GroupTransport):
+class NcclTransport(Transport):
     """nccl or rccl, from card to card."""
 
     library = "nccl"
@@ -493,7 +438,7 @@ class HostStagedTransport(GlooTransport):
         return copy
 
 
-class _PendingUpload(_PendingMessage):
+class _PendingUpload(PendingReceive):
     """A posted receive into host memory, from which the message is copied to the card."""
 
     def __init__(self, pending: _Message, buffer: torch.Tensor, transport: HostStagedTransport) -> None:
@@ -506,7 +451,7 @@ class _PendingUpload(_PendingMessage):
 
 def transport_of(
     group: dist.ProcessGroup, ranks: Sequence[int], *, device: Device, via_host: bool
-) -> GroupTransport:
+) -> Transport:
     """The transport of a process group; `via_host`: its cards share no library but gloo."""
     return _kind_of(device, via_host=via_host)(group, ranks, device=device)
 
@@ -516,7 +461,7 @@ def library_of(device: Device, *, via_host: bool) -> str:
     return _kind_of(device, via_host=via_host).library
 
 
-def _kind_of(device: Device, *, via_host: bool) -> type[GroupTransport]:
+def _kind_of(device: Device, *, via_host: bool) -> type[Transport]:
     if device.library == "nccl" and not via_host:
         return NcclTransport
     # gloo sends nothing from a card.

@@ -37,7 +37,7 @@ from yuan_train.parallel.optimizer_shards import (
     owner_ranges,
     page_state_bytes,
 )
-from yuan_train.parallel.shard import TensorBox, global_boxes
+from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
 from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_elements, make_host_place
 from yuan_train.parallel.tiers.slab import HostSlab
@@ -420,11 +420,9 @@ def _boxes(
         first, last = max(start, piece.start), min(end, piece.start + piece.length)
         if first >= last:
             continue
-        run = (first - piece.start, last - piece.start)
-        for box in global_boxes(piece.shard, located.index, located.count, *run):
-            at = first - begin + box.start
-            view = flat[at : at + box.num_elements].view(box.sizes)
-            yield piece.name, TensorBox(box.offsets, box.sizes, view)
+        own, index, count = flat[first - begin : last - begin], located.index, located.count
+        for box in box_views(piece.shard, own, first - piece.start, index=index, count=count):
+            yield piece.name, box
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

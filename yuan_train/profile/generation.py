@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from yuan_train.config.architecture import sharding_of
-from yuan_train.config.devices import Pace
+from yuan_train.config.devices import Simulated
 from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import BatchProfile, GenerationProfile
 from yuan_train.config.rl import RLConfig
@@ -173,7 +173,7 @@ def _engine(
         prefill_chunk=chunk,
         device=case.device.torch,
         dtype=case.dtype,
-        stopwatch=Stopwatch(case.device, pace=Pace(case.slowdown)),
+        stopwatch=Stopwatch(case.device, simulated=Simulated(case.slowdown)),
         ranks=case.group,
     )
 
@@ -215,7 +215,7 @@ def _drawing(new_tokens: int) -> Drawing:
 
 def _head_seconds(case: ProfileCase, model: Transformer, slots: int) -> float:
     """Of the last norm, the logits and the draw of so many tokens."""
-    stopwatch = Stopwatch(case.device, pace=Pace(case.slowdown))
+    stopwatch = Stopwatch(case.device, simulated=Simulated(case.slowdown))
     hidden_RH = torch.randn(slots, case.model.hidden_size, device=case.device.torch).to(case.dtype)
     rows = tuple(range(slots))
     keys = tuple(draw_keys(0, 0, row, 0) for row in rows)

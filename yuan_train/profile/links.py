@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.cluster import Cluster
-from yuan_train.config.devices import Backend, Pace
+from yuan_train.config.devices import Backend, Simulated
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import HostProfile, LinkProfile, NodeLinkProfile
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.groups import make_pair
 from yuan_train.parallel.tiers.slab import HostSlab, Transfer, begin_copy, make_link
-from yuan_train.parallel.transport import GroupTransport, Transport
+from yuan_train.parallel.transport import Transport
 from yuan_train.profile.units import now
 
 Pair = tuple[int, int]
@@ -210,7 +210,7 @@ def measure_links(
         there, back = (_measure(transport, way, sizes, device) for way in (pair, (pair[1], pair[0])))
         compute = compute_seconds_per_byte(transport, pair, device=device, slowdown=slowdown)
         if dist.get_rank() in pair:
-            transport.free()
+            transport.close()
         return LinkFigures(there=there, back=back, compute_seconds_per_byte=compute)
 
     every = itertools.combinations(range(len(ends)), 2)
@@ -309,7 +309,7 @@ def measure_node_links(
             seconds.append(max(large - small, LEAST_SECONDS) / num_bytes)
         for flow in flows:
             if dist.get_rank() in (flow.sender, flow.receiver):
-                flow.transport.free()
+                flow.transport.close()
         return LinkFigures(there=(seconds[0],), back=(seconds[1],))
 
     shared = [
@@ -351,7 +351,7 @@ class _Flow(NamedTuple):
 
     sender: int
     receiver: int
-    transport: GroupTransport
+    transport: Transport
 
 
 def _all_at_once(flows: Sequence[_Flow], size: int, device: Device) -> float:
@@ -423,7 +423,7 @@ class _Products:
     """Products of matrices, as long as one wants."""
 
     def __init__(self, device: Device, slowdown: float) -> None:
-        self._stopwatch = Stopwatch(device, pace=Pace(slowdown))
+        self._stopwatch = Stopwatch(device, simulated=Simulated(slowdown))
         self._factor = torch.full((OVERLAP_WIDTH, OVERLAP_WIDTH), 1 / OVERLAP_WIDTH, device=device.torch)
         self._product = torch.empty_like(self._factor)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from yuan_kernels import ops
 
 from yuan_train.config.architecture import sharding_of
-from yuan_train.config.devices import Pace, find_card
+from yuan_train.config.devices import Simulated, find_card
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PROCESSOR
 from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile
@@ -329,7 +329,7 @@ def _measure(case: ProfileCase, *, layers: int, **part: bool) -> UnitProfile:
 
 def _compute_seconds(unit: _Unit) -> tuple[float, float]:
     """Trimmed mean seconds of forward and backward."""
-    stopwatch = Stopwatch(unit.case.device, pace=Pace(unit.case.slowdown))
+    stopwatch = Stopwatch(unit.case.device, simulated=Simulated(unit.case.slowdown))
     _time_once(unit, stopwatch)
     end = time.perf_counter() + unit.case.seconds_per_unit
     pairs: list[tuple[float, float]] = []

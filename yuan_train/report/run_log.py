@@ -405,9 +405,9 @@ def _has_cards(cluster: Cluster, plan: Plan) -> bool:
     return all(types.get(entry.device) == entry.type for entry in plan.ranks)
 
 
-def read_run(directory: str | Path, cluster: Cluster | None = None) -> RunLog:
+def read_run(directory: str | Path) -> RunLog:
     """Read a log directory once, as `RunReader` does. Raises ConfigError."""
-    return RunReader(directory, cluster).read()
+    return RunReader(directory, None).read()
 
 
 def is_log_directory(path: Path) -> bool:

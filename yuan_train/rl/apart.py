@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,16 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
+from yuan_train.parallel.groups import as_training_error, guard_world_collective, share_object, wait_for_world
 from yuan_train.parallel.links import RolePosition, take_weights
-from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (
     Channel,
+    EngineEnds,
     Engines,
     Inbox,
-    RemoteRewardModel,
+    RemoteReadingModel,
     connect_seconds,
     engine_ranks,
     job_ranks,
@@ -66,7 +66,7 @@ from yuan_train.rl.generator import (
     pipeline_group,
 )
 from yuan_train.rl.job import RLJob, check_supported, read_file
-from yuan_train.rl.reward_model import RewardModel
+from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
 from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
@@ -86,7 +86,7 @@ def _name(offer: int, place: int) -> str:
     return f"ticket drawn of {offer}: {place}"
 
 
-PACE_MEMORY = 0.95
+SPEED_MEMORY = 0.95
 """What an engine told before counts so much less with each message."""
 PART_LEFT = 0.5
 """Of the tickets that all engines would draw while a slow one needs longer than the fastest, what part it
@@ -94,7 +94,7 @@ leaves to the others. In simulations of 2 and 3 engines, up to 4 times as slow, 
 
 
 @dataclass
-class _EnginePace:
+class _EngineSpeed:
     """What an engine has told of late: sums of which what is old counts less."""
 
     seconds: float = 0.0
@@ -108,10 +108,10 @@ class _EnginePace:
         longest: dict[int | str, int] = {}
         for sample in message.samples:
             longest[sample.ticket] = max(longest.get(sample.ticket, 0), len(sample.ids))
-        self.seconds = PACE_MEMORY * self.seconds + message.seconds
-        self.rounds = PACE_MEMORY * self.rounds + message.rounds
-        self.tickets = PACE_MEMORY * self.tickets + len(longest)
-        self.longest = PACE_MEMORY * self.longest + sum(longest.values())
+        self.seconds = SPEED_MEMORY * self.seconds + message.seconds
+        self.rounds = SPEED_MEMORY * self.rounds + message.rounds
+        self.tickets = SPEED_MEMORY * self.tickets + len(longest)
+        self.longest = SPEED_MEMORY * self.longest + sum(longest.values())
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,22 @@ class Offers:
         self._count = 0
         self._places: dict[int | str, tuple[int, int]] = {}
         """By ticket, its newest offer and its place there."""
-        self._paces = [_EnginePace() for _ in range(num_engines)]
+        self._speeds = [_EngineSpeed() for _ in range(num_engines)]
 
     def hear(self, engine: int, message: Answered) -> None:
         """Learn how fast an engine is."""
-        self._paces[engine].hear(message)
+        self._speeds[engine].hear(message)
 
     def leaves(self, engine: int, left: Sequence[int]) -> int:
         """How many of the last tickets of an offer an engine leaves to faster ones of those that are left;
         none before all have told how fast they are."""
-        paces = [self._paces[one] for one in left]
-        if any(not pace.rounds or not pace.tickets for pace in paces):
+        speeds = [self._speeds[one] for one in left]
+        if any(not speed.rounds or not speed.tickets for speed in speeds):
             return 0
-        own = self._paces[engine]
-        slower = own.seconds / own.rounds - min(pace.seconds / pace.rounds for pace in paces)
-        longest = sum(pace.longest for pace in paces) / sum(pace.tickets for pace in paces)
-        drawn = sum(pace.tickets / pace.seconds for pace in paces if pace.seconds)
+        own = self._speeds[engine]
+        slower = own.seconds / own.rounds - min(speed.seconds / speed.rounds for speed in speeds)
+        longest = sum(speed.longest for speed in speeds) / sum(speed.tickets for speed in speeds)
+        drawn = sum(speed.tickets / speed.seconds for speed in speeds if speed.seconds)
         return round(PART_LEFT * drawn * slower * longest)
 
     def make(self, tickets: Sequence[Ticket], drawing: Drawing) -> Offer:
@@ -325,28 +325,6 @@ class _ToldOfTicket:
     message: Answered
 
 
-class EngineEnds(Protocol):
-    """The ends of a rank of the policy of all engines; see `Engines`."""
-
-    @property
-    def is_controller(self) -> bool: ...
-
-    @property
-    def left(self) -> tuple[int, ...]: ...
-
-    def tell(self, engine: int, message: Any) -> None: ...
-
-    def tell_all(self, message: Any) -> None: ...
-
-    def hear(self) -> tuple[int, Any | None]: ...
-
-    def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
-    ) -> int: ...
-
-    def stop(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Fleet:
     """Engines that are not on the policy's cards, and how they are used."""
@@ -385,7 +363,7 @@ class RemoteCollector(Collector):
         job: RLJob,
         trainer: Trainer,
         scorers: Scorers | None,
-        reward_model: RewardModel | RemoteRewardModel | None,
+        reward_model: ReadingModel | RemoteReadingModel | None,
         fleet: Fleet,
     ) -> None:
         super().__init__(job, trainer, None, scorers, reward_model)
@@ -531,19 +509,18 @@ class RemoteCollector(Collector):
                     self._take()
                     self._ask_again()
         wait_for_world(self._trainer.runtime.coord, "the engines' answers")
-        told: list[Any] = [None]
+        told: _Heard = ({}, {}, {})
         for ticket in tickets:
             del self._owner[ticket.number]
         if self._engines.is_controller:
             numbers = [ticket.number for ticket in tickets]
-            told[0] = [
-                {number: kept.pop(number) for number in numbers}
-                for kept in (self._found, self._told_early, self._scored)
-            ]
-        if dist.is_initialized():
-            with guard_world_collective(self._trainer.runtime.coord, "the broadcast of answers"):
-                dist.broadcast_object_list(told, src=0)
-        samples, heard, scored = cast(_Heard, told[0])
+            told = (
+                {number: self._found.pop(number) for number in numbers},
+                {number: self._told_early.pop(number) for number in numbers},
+                {number: self._scored.pop(number) for number in numbers},
+            )
+        with guard_world_collective(self._trainer.runtime.coord, "the broadcast of answers"):
+            samples, heard, scored = share_object(told)
         self._told |= {number: found for number, found in heard.items() if isinstance(number, int)}
         self._scored |= scored
         return [samples[ticket.number] for ticket in tickets]
@@ -681,7 +658,7 @@ class _Server:
             run,
             slots=pipeline.num_sequences,
             groups=pipeline.num_micro_batches,
-            stopwatch=Stopwatch(job.device, pace=grid.pace(coord.rank)),
+            stopwatch=Stopwatch(job.device, simulated=grid.simulated(coord.rank)),
             device=job.device.torch,
             ranks=self._group,
         )

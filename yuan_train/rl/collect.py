@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch.distributed as dist
 
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.data.prompts import Prompt
-from yuan_train.parallel.groups import guard_world_collective, wait_for_world
-from yuan_train.rl.engines import RemoteRewardModel
+from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, wait_for_world
+from yuan_train.rl.engines import RemoteReadingModel
 from yuan_train.rl.experience import Group, Sample, Ticket, share_out
 from yuan_train.rl.generator import Drawing, Engine, Talk
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.reward_model import RewardModel, score_error
+from yuan_train.rl.reading_model import ReadingModel, score_error
 from yuan_train.rl.rewards import Scorers, Scores, answer_fields, reward_of
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
@@ -53,7 +50,7 @@ class Collector:
         trainer: Trainer,
         engine: Engine | None,
         scorers: Scorers | None,
-        reward_model: RewardModel | RemoteRewardModel | None,
+        reward_model: ReadingModel | RemoteReadingModel | None,
         talk: Talk | None = None,
     ) -> None:
         """`engine`: None where other cards generate; `scorers`: on rank 0; `talk`: with environments."""
@@ -203,11 +200,9 @@ class Collector:
             wait_for_world(coord, "the other pipelines' answers")
             grid = self._trainer.runtime.grid
             is_first = coord.rank == min(r for replica in grid.replicas(coord.pipeline) for r in replica)
-            gathered: list[Any] = [None] * dist.get_world_size()
+            own = (mine, self._faults, clocks[0])
             with guard_world_collective(coord, "the gathering of answers"):
-                own = (mine, self._faults, clocks[0])
-                dist.all_gather_object(gathered, own if is_first else None)
-            told = [own for own in gathered if own is not None]
+                told = [one for one in gather_objects(own if is_first else None) if one is not None]
             mine = [sample for samples, _, _ in told for sample in samples]
             for _, faults, _ in told:
                 self._faults |= faults
@@ -234,25 +229,23 @@ class Collector:
 
     def _score_by_functions(self, groups: Sequence[tuple[Ticket, Sequence[Sample]]]) -> list[Scores]:
         """Rank 0 has the functions score, all get it."""
-        told: list[Any] = [None]
+        scores: list[Scores] = []
         fault: YuanError | None = None
         if self._scorers is not None:
             try:
                 tokenizer = self._job.policy.tokenizer
-                told[0] = self._scorers.score([answer_fields(*group, tokenizer) for group in groups])
+                scores = self._scorers.score([answer_fields(*group, tokenizer) for group in groups])
             except OSError as error:
                 fault = TrainingError(f"the reward functions' processes cannot be used: {error}")
         wait_for_world(self._trainer.runtime.coord, "rank 0's scores")
         with guard_world_collective(self._trainer.runtime.coord, "the agreement on scores"):
             raise_together(fault)
-        if dist.is_initialized():
-            with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
-                dist.broadcast_object_list(told, src=0)
-        return told[0]
+        with guard_world_collective(self._trainer.runtime.coord, "the broadcast of scores"):
+            return share_object(scores)
 
     def _with_model(
         self,
-        model: RewardModel | RemoteRewardModel,
+        model: ReadingModel | RemoteReadingModel,
         groups: Sequence[tuple[Ticket, Sequence[Sample]]],
         scored: Sequence[Scores],
     ) -> list[Scores]:

@@ -29,7 +29,7 @@ from yuan_train.rl.engines import RemoteReference
 from yuan_train.rl.experience import RowFeed, Rows
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.lanes import Lanes
-from yuan_train.rl.losses import places
+from yuan_train.rl.losses import places, token_values
 from yuan_train.train.build import build, publish
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.objective import Targets
@@ -170,22 +170,6 @@ class ValueLoss:
         return losses.sum() / len(returns_N)
 
 
-class TokenValues:
-    """Records the value of the state before each of a batch's tokens, for a forward pass; its loss is 0."""
-
-    def __init__(self, place_RS: Tensor, count: int) -> None:
-        self._place_RS = place_RS
-        self.scores = torch.zeros(count, dtype=torch.float64)
-
-    def total(
-        self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
-    ) -> Tensor:
-        """Record; returns 0."""
-        place_BS, mask_BS = places(self._place_RS, targets)
-        self.scores[place_BS[mask_BS].cpu()] = model.scores(hidden_BSH)[mask_BS].double().cpu()
-        return hidden_BSH.new_zeros((), dtype=torch.float64)
-
-
 class Critic:
     """Values of answers' tokens, and the steps that fit them to returns; every rank calls the same."""
 
@@ -218,7 +202,7 @@ class Critic:
 
     def values(self, rows: Rows, count: int) -> Tensor:
         """The value of the state before each token of some rows: fp64 [N] on the host."""
-        return self._lanes.record(rows, lambda place_RS: TokenValues(place_RS, count), "values")
+        return self._lanes.record(rows, count, token_values, "values")
 
     def train(self, rows: Rows, old_N: Tensor, returns_N: Tensor, request: StepRequest) -> float:
         """One optimizer step on some rows, beside the policy's that was requested; returns the loss.

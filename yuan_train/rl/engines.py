@@ -17,6 +17,7 @@ import logging
 import pickle
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -199,20 +200,68 @@ def connect_seconds(train: TrainConfig) -> float:
     return max(train.startup_timeout, train.timeout)
 
 
-def message_link(roles: RlPlan, engine: int, position: RolePosition, timeout_seconds: float) -> Link:
-    """The link of the controller and an engine's leader, on either of them."""
-    ranks = [job_ranks(roles)["policy"].start, engine_ranks(roles)[engine][0]]
-    return Link(f"messages of engine {engine}", ranks, position, timeout_seconds=timeout_seconds)
+def _other_end(roles: RlPlan, other: int | ScoringRole) -> tuple[str, tuple[int, ...]]:
+    """An engine, by number, or another role: what links call it, and its ranks, the leader first."""
+    if isinstance(other, int):
+        return f"engine {other}", engine_ranks(roles)[other]
+    return f"the {other}", tuple(roles.role_ranks[other])
 
 
-def weight_link(roles: RlPlan, engine: int, position: RolePosition, timeout_seconds: float) -> Link:
-    """The link of the policy's ranks and an engine's, on any of them."""
-    ranks = [*job_ranks(roles)["policy"], *engine_ranks(roles)[engine]]
-    return Link(f"weights of engine {engine}", ranks, position, timeout_seconds=timeout_seconds)
+def message_link(
+    roles: RlPlan, other: int | ScoringRole, position: RolePosition, timeout_seconds: float
+) -> Link:
+    """The link of the controller and the leader of an engine or a role, on either of them."""
+    name, ranks = _other_end(roles, other)
+    ends = [roles.role_ranks["policy"].start, ranks[0]]
+    return Link(f"messages of {name}", ends, position, timeout_seconds=timeout_seconds)
 
 
-class Engines:
-    """The ends of a rank of the policy; the controller's, rank 0's, have messages too."""
+def weight_link(
+    roles: RlPlan, other: int | ScoringRole, position: RolePosition, timeout_seconds: float
+) -> Link:
+    """The link of the policy's ranks and those of an engine or a role, on any of them."""
+    name, ranks = _other_end(roles, other)
+    ends = [*roles.role_ranks["policy"], *ranks]
+    return Link(f"weights of {name}", ends, position, timeout_seconds=timeout_seconds)
+
+
+class EngineEnds(ABC):
+    """The ends of a rank of the policy of all engines; the controller's, rank 0's, have messages too."""
+
+    def __init__(self, rank: int) -> None:
+        self.is_controller = rank == 0
+        """Whether this rank talks to engines."""
+
+    @property
+    @abstractmethod
+    def left(self) -> tuple[int, ...]:
+        """The engines that this rank has not found to be lost."""
+
+    @abstractmethod
+    def tell(self, engine: int, message: Any) -> None:
+        """On the controller: start to send an engine a message, behind those that it has."""
+
+    def tell_all(self, message: Any) -> None:
+        """On the controller: `tell` the engines that are left."""
+        for engine in self.left:
+            self.tell(engine, message)
+
+    @abstractmethod
+    def hear(self) -> tuple[int, Any | None]:
+        """On the controller: the next message of any engine, and which; None if it is lost and the run goes
+        on. Waits for it."""
+
+    @abstractmethod
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> int:
+        """Give all engines the weights of `version`: this rank's parts, as they are. Returns its bytes."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Tell the engines to end."""
+
+
+class Engines(EngineEnds):
+    """Those of engines on cards of the job."""
 
     def __init__(
         self,
@@ -223,6 +272,7 @@ class Engines:
         timeout_seconds: float,
         run: RLConfig,
     ) -> None:
+        super().__init__(position.rank)
         self._position = position
         self._goes_on = run.generation.on_lost_engine == "go_on"
         first, trained = (weight_buckets(roles, dtype.itemsize, trained=only) for only in (False, True))
@@ -247,28 +297,15 @@ class Engines:
             self._outlets[engine] = [*whole, again]
 
     @property
-    def is_controller(self) -> bool:
-        """Whether this rank talks to engines."""
-        return self._position.rank == 0
-
-    @property
     def left(self) -> tuple[int, ...]:
-        """The engines that this rank has not found to be lost."""
         return tuple(self._links)
 
     def tell(self, engine: int, message: Any) -> None:
-        """On the controller: start to send an engine a message. If it is lost, see `left`, or LostPeer."""
+        """If it is lost, see `left`, or LostPeer."""
         with self._reaching(engine):
             self._channels[engine].send(message)
 
-    def tell_all(self, message: Any) -> None:
-        """On the controller: `tell` the engines that are left."""
-        for engine in self.left:
-            self.tell(engine, message)
-
     def hear(self) -> tuple[int, Any | None]:
-        """On the controller: the next message of any engine, and which; None if it is lost and the run goes
-        on. Waits for it."""
         engine, message = self._inbox.take()
         if not isinstance(message, Exception):
             return engine, message
@@ -339,22 +376,6 @@ def shares_of(shares: Sequence[float], left: Sequence[int]) -> list[float]:
     return [shares[engine] / whole for engine in left]
 
 
-def role_message_link(
-    roles: RlPlan, role: ScoringRole, position: RolePosition, timeout_seconds: float
-) -> Link:
-    """The link of the controller and the first rank of a role, on either of them."""
-    ranks = [roles.role_ranks["policy"].start, roles.role_ranks[role].start]
-    return Link(f"messages of the {role}", ranks, position, timeout_seconds=timeout_seconds)
-
-
-def role_weight_link(
-    roles: RlPlan, role: ScoringRole, position: RolePosition, timeout_seconds: float
-) -> Link:
-    """The link of the policy's ranks and a role's, on any of them."""
-    ranks = [*roles.role_ranks["policy"], *roles.role_ranks[role]]
-    return Link(f"weights of the {role}", ranks, position, timeout_seconds=timeout_seconds)
-
-
 class RemoteScores:
     """Scores rows on other cards; every rank of the policy calls the same."""
 
@@ -374,7 +395,7 @@ class RemoteScores:
         self._counts: list[int] = []
         if position.rank == 0:
             with as_training_error(trainer.runtime.coord):
-                link = role_message_link(roles, role, position, timeout_seconds)
+                link = message_link(roles, role, position, timeout_seconds)
             self._channel = Channel(link, roles.role_ranks[role].start)
 
     def begin(self, rows: Sequence[Rows], counts: Sequence[int]) -> None:
@@ -413,7 +434,7 @@ class RemoteReference(RemoteScores):
         """Send the weights. Raises TrainingError."""
         runtime, dtype, timeout = trainer.runtime, DTYPES[run.train.precision], connect_seconds(run.train)
         with as_training_error(runtime.coord):
-            link = role_weight_link(roles, "reference", position, timeout)
+            link = weight_link(roles, "reference", position, timeout)
 
             def outlet(trained: bool) -> Outlet:
                 buckets = role_buckets(roles, "reference", dtype.itemsize, trained=trained)
@@ -439,7 +460,7 @@ class RemoteReference(RemoteScores):
             wait()
 
 
-class RemoteRewardModel(RemoteScores):
+class RemoteReadingModel(RemoteScores):
     """A reward model or a teacher on other cards."""
 
     def __init__(self, roles: RlPlan, trainer: Trainer, position: RolePosition, run: RLConfig) -> None:
@@ -449,13 +470,13 @@ class RemoteRewardModel(RemoteScores):
         self._packed = run.train.pack
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The value at the last token of each sequence, as `RewardModel.score`."""
+        """The value at the last token of each sequence, as `ReadingModel.score`."""
         if not sequences:
             return []
         rows = make_score_rows(sequences, length=self._length, packed=self._packed)
         return self.log_probs([rows], [len(sequences)]).tolist()
 
     def log_probs(self, batches: Sequence[Rows], counts: Sequence[int]) -> Tensor:
-        """Of a teacher, the log-probability of each token, as `RewardModel.log_probs`."""
+        """Of a teacher, the log-probability of each token, as `ReadingModel.log_probs`."""
         self.begin(batches, counts)
         return self.finish()

@@ -8,7 +8,6 @@ controller's messages.
 from __future__ import annotations
 
 import json
-import os
 import queue
 import selectors
 import threading
@@ -17,8 +16,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from subprocess import Popen
-from types import TracebackType
 from typing import Any, Self
 
 from yuan_train.config.errors import ConfigError, DataError
@@ -28,7 +25,7 @@ from yuan_train.data.prompts import ids_of, prompt_of, text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Ticket
 from yuan_train.rl.generator import Opened, Turn, TurnLimits, TurnReply
-from yuan_train.rl.rewards import READ_BYTES, START_SECONDS, end_worker, start_worker
+from yuan_train.rl.rewards import START_SECONDS, Worker
 from yuan_train.rl.scoring import Requests
 
 LOOK_SECONDS = 0.1
@@ -46,14 +43,10 @@ class Said:
     told: Mapping[str, Any]
 
 
-@dataclass
-class _Host:
+@dataclass(eq=False)
+class _Host(Worker):
     """A process that environments live in."""
 
-    process: Popen[bytes]
-    started: float
-    is_ready: bool = False
-    unread: bytearray = field(default_factory=bytearray)
     fault: str | None = None
     """Why it cannot make an environment."""
     deadlines: dict[Key, tuple[int, float]] = field(default_factory=dict[Key, tuple[int, float]])
@@ -92,13 +85,11 @@ class Environments:
             time.sleep(LOOK_SECONDS / 10)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self._ends = True
         self._thread.join()
         for host in self._hosts:
-            end_worker(host.process)
+            host.end()
         self._selector.close()
 
     def call(self, key: Key, request: Mapping[str, Any]) -> None:
@@ -136,29 +127,23 @@ class Environments:
 
     def _write(self, host: _Host, request: Mapping[str, Any]) -> None:
         line = json.dumps(request).encode() + b"\n"
-        assert host.process.stdin is not None
         # The thread finds a process that has ended, and says so of all its calls.
         with host.writing, suppress(OSError, ValueError):
-            host.process.stdin.write(line)
-            host.process.stdin.flush()
+            host.input.write(line)
+            host.input.flush()
 
     def _start(self) -> _Host:
-        host = _Host(start_worker("yuan_train.rl.environment_worker", self._order), time.monotonic())
-        assert host.process.stdout is not None
-        self._selector.register(host.process.stdout, selectors.EVENT_READ, host)
+        host = _Host.start("yuan_train.rl.environment_worker", self._order)
+        self._selector.register(host.output, selectors.EVENT_READ, host)
         return host
 
     def _run(self) -> None:
         while not self._ends:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 host: _Host = key.data
-                part = os.read(key.fd, READ_BYTES)
-                if not part:
+                if (lines := host.read()) is None:
                     self._replace(host, "ended their process")
                     continue
-                host.unread += part
-                *lines, rest = bytes(host.unread).split(b"\n")
-                host.unread = bytearray(rest)
                 for line in lines:
                     self._hear(host, json.loads(line))
             now = time.monotonic()
@@ -168,7 +153,7 @@ class Environments:
                 if late:
                     seconds = f"environment.timeout ({self._config.timeout:g} s)"
                     self._replace(host, f"took longer than {seconds}, or ended with one that did")
-                elif not host.is_ready and host.fault is None and now - host.started > START_SECONDS:
+                elif not host.is_ready and host.fault is None and now > host.deadline:
                     self._give_up(host, f"were not made within {START_SECONDS:g} s")
 
     def _hear(self, host: _Host, told: dict[str, Any]) -> None:
@@ -193,18 +178,16 @@ class Environments:
         if not host.is_ready:
             self._give_up(host, why)
             return
-        assert host.process.stdout is not None
-        self._selector.unregister(host.process.stdout)
-        end_worker(host.process)
+        self._selector.unregister(host.output)
+        host.end()
         with self._lock:
             self._hosts[self._hosts.index(host)] = self._start()
         self._fail(host, why)
 
     def _give_up(self, host: _Host, why: str) -> None:
         """Let a process go that could not make an environment: another one could not either."""
-        assert host.process.stdout is not None
-        self._selector.unregister(host.process.stdout)
-        end_worker(host.process)
+        self._selector.unregister(host.output)
+        host.end()
         with self._lock:
             host.fault = why
         self._fail(host, why)

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from yuan_train.data.loader import Batch as Loaded
-from yuan_train.data.loader import Samples
 from yuan_train.data.prompts import Prompt
 from yuan_train.models.attention import DocumentResets, resets_at
 from yuan_train.models.transformer import IGNORE_INDEX
 from yuan_train.parallel.device import Device
-from yuan_train.train.feed import MicroBatch
+from yuan_train.train.feed import MicroBatch, Passes
 
 Ended = Literal["stop", "limit"]
 """Why an answer ends: with a token that ends answers, or with as many tokens, or turns, as it may have."""
@@ -276,27 +274,20 @@ class Answers:
         raise AssertionError("answers are not read by number")
 
 
-class RowFeed:
-    """The micro-batches of one rank's pipeline, out of the rows that are to be trained or scored next."""
+class RowFeed(Passes):
+    """The micro-batches of one rank's pipeline, out of the rows that are to be trained or scored next;
+    `use` begins a batch, and how many tokens it trains is known where it is made."""
 
     def __init__(self, *, micro_batch_size: int, device: Device) -> None:
+        super().__init__()
         self._size = micro_batch_size
         self._on_host = device.on_host
         self._rows: Rows | None = None
         self._first = 0
-        self.batch_tokens: dict[tuple[Samples, int], int] = {}
-        """Empty: how many tokens a batch trains is known where it is made."""
 
     def use(self, rows: Rows, *, first: int) -> None:
         """From now on rows are those of this batch; `first` is the first one of this rank's pipeline."""
         self._rows, self._first = rows, first
-
-    def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
-        """Nothing: `use` begins a batch."""
-
-    def count_trained(self, blend: Samples, first_sample: int) -> int:
-        """Never asked for: the number is known where the batch is made."""
-        return 0
 
     def take(self, micro_batch: int) -> MicroBatch:
         """Rows of a micro-batch; those beyond the batch are padding. `places_B` are the rows' numbers."""
@@ -321,11 +312,3 @@ class RowFeed:
             numbers,
             None if experts_BSLK is None else place(experts_BSLK),
         )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass

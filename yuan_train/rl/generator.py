@@ -30,13 +30,16 @@ from torch import Tensor
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.models.dropout import Keys
-from yuan_train.models.generate import Resets, draw, draw_keys
+from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.slots import (
     DocumentRules,
     Documents,
+    Resets,
     SlotDocuments,
+    documents_at,
     fork,
     new_slots,
+    padded_left,
     step_slots,
 )
 from yuan_train.models.transformer import Cache, Transformer
@@ -670,15 +673,9 @@ class Engine:
         """A chunk of `width` columns, of prompts that are padded on the left to so many chunks."""
         prompts = group.prompts
         first, total, is_last = chunk * width, chunks * width, chunk == chunks - 1
-        tokens: list[list[int]] = []
-        positions: list[list[int]] = []
-        for row in range(rows):
-            ids = prompts[row].prompt_ids if row < len(prompts) else ()
-            padding = total - len(ids)
-            columns = range(first, first + width)
-            tokens.append([ids[c - padding] if c >= padding else 0 for c in columns])
-            positions.append([c - padding if c >= padding else -1 for c in columns])
-        resets = [[group.resets[row] if row < len(group.resets) else None] * width for row in range(rows)]
+        ids = [ticket.prompt_ids for ticket in prompts] + [()] * (rows - len(prompts))
+        tokens, positions = padded_left(ids, range(first, first + width), total)
+        resets = [*group.resets, *[None] * (rows - len(group.resets))]
         draws = [
             (row, Draw(ticket, sample, 0))
             for row, ticket in enumerate(prompts)
@@ -694,19 +691,9 @@ class Engine:
             documents=self._documents_of(resets, positions),
         )
 
-    def _documents_of(self, resets: list[list[Resets | None]], places: list[list[int]]) -> Documents | None:
-        """The resets of tokens at these places of their own, of which there are none at padding."""
-        if self._documents is None:
-            return None
-
-        def numbers(name: str) -> Tensor:
-            found = [
-                [getattr(one, name)[place] if one is not None and place >= 0 else 0 for one, place in row]
-                for row in (zip(*both, strict=True) for both in zip(resets, places, strict=True))
-            ]
-            return torch.tensor(found, device=self._device)
-
-        return Documents(numbers("positions"), numbers("document_start").bool(), numbers("visible_from"))
+    def _documents_of(self, resets: list[Resets | None], places: list[list[int]]) -> Documents | None:
+        """The resets of tokens at these places of their own."""
+        return None if self._documents is None else documents_at(resets, places, self._device)
 
     def _fill(self, number: int, group: _Group) -> None:
         """Give free slots to answers that wait; their prompt is copied in."""
@@ -784,11 +771,11 @@ class Engine:
             if not held:
                 continue
             tokens, positions = [0] * self._slots, [-1] * self._slots
-            resets: list[list[Resets | None]] = [[None]] * self._slots
+            resets: list[Resets | None] = [None] * self._slots
             for slot, answer in held:
                 tokens[slot], positions[slot] = answer.ids[-1], answer.place
                 if answer.documents is not None:
-                    resets[slot] = [answer.documents.advance([tokens[slot]], answer.place)]
+                    resets[slot] = answer.documents.advance([tokens[slot]], answer.place)
             # What was found of each slot is of its one token.
             firsts = [[min(place, 0)] for place in positions] if self._documents is not None else []
             works[number] = _Work(

@@ -35,6 +35,7 @@ from yuan_train.parallel.groups import guard_world_collective
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Move, local_slices, plan_holdings, transfer_table
 from yuan_train.rl.apart import Answered, Fleet
+from yuan_train.rl.engines import EngineEnds
 from yuan_train.rl.experience import Sample, Ticket
 from yuan_train.rl.generator import Drawing
 from yuan_train.rl.job import RLJob
@@ -56,11 +57,12 @@ def http_fleet(job: RLJob, trainer: Trainer, scorers: Scorers | None) -> Fleet:
     return Fleet(HttpEngines(job, trainer.runtime, scorers), job.http.parts)
 
 
-class HttpEngines:
-    """The ends of a rank of the policy; the controller's have servers. See `engines.Engines`."""
+class HttpEngines(EngineEnds):
+    """Those of servers."""
 
     def __init__(self, job: RLJob, runtime: RankRuntime, scorers: Scorers | None) -> None:
         assert job.http is not None
+        super().__init__(job.policy.position.rank)
         self._job = job
         self._left = list(range(len(job.http.http)))
         self._weights = WeightFolder(job, runtime)
@@ -84,27 +86,14 @@ class HttpEngines:
             threading.Thread(target=self._run, args=(engine, server), daemon=True).start()
 
     @property
-    def is_controller(self) -> bool:
-        """Whether this rank talks to servers."""
-        return self._job.policy.position.rank == 0
-
-    @property
     def left(self) -> tuple[int, ...]:
-        """The engines that this rank has not found to be lost."""
         return tuple(self._left)
 
     def tell(self, engine: int, message: Any) -> None:
-        """On the controller: give an engine an order, behind those that it has."""
         self._orders[engine].put(message)
 
-    def tell_all(self, message: Any) -> None:
-        """On the controller: `tell` the engines that are left."""
-        for engine in self._left:
-            self.tell(engine, message)
-
     def hear(self) -> tuple[int, Any | None]:
-        """On the controller: the next message of any engine, and which; None if it is lost and others are
-        left. Waits for it. Raises TrainingError if none is left, or a server gave something else."""
+        """Raises TrainingError if none is left, or a server gave something else."""
         engine, message = self._found.get()
         if not isinstance(message, Exception):
             return engine, message

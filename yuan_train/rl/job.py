@@ -15,7 +15,7 @@ from yuan_train.config.rl_plan import RlForecast, RlPlan, ScoringRole
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
-from yuan_train.rl.reward_model import find_reward_model
+from yuan_train.rl.reading_model import find_reading_model
 from yuan_train.rl.servers import check_servers
 from yuan_train.train.job import Job, Position, check_position, check_same_model, find_checkpoints
 from yuan_train.train.trackers import check_trackers
@@ -35,8 +35,8 @@ class RLJob:
     """To be measured; empty if none are."""
     roles: RlPlan | None = None
     """Where some roles have cards of their own; None: the policy's cards do everything."""
-    reward_model: Checkpoint | None = None
-    """Whose scores are added to those of functions."""
+    reading_model: Checkpoint | None = None
+    """That of `reward.reader`: a reward model, or a teacher."""
     critic_start: Checkpoint | None = None
     """Whose weights the critic begins with; None: the policy's."""
     forecast: RlForecast | None = None
@@ -143,11 +143,11 @@ def prepare_rl(
     checkpoint, start = find_checkpoints(policy) if position.world_size == 1 else (None, None)
     answers = Answers([*prompts.fingerprints, _digest(run)])
     job = Job(policy, plan, position, device, answers, None, tokenizer, checkpoint, start)
-    reward_model = find_reward_model(run, tokenizer)
+    reading_model = find_reading_model(run, tokenizer)
     start_of_critic = _critic_start(run)
     if run.roles.generation is not None and position.rank == 0:
         check_servers(run.roles.generation, run)
-    return RLJob(run, job, prompts, tuple(evaluation), roles, reward_model, start_of_critic, forecast)
+    return RLJob(run, job, prompts, tuple(evaluation), roles, reading_model, start_of_critic, forecast)
 
 
 def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = None) -> None:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor
 
 from yuan_train.config.errors import PlanError
 from yuan_train.parallel.apply import make_lane
 from yuan_train.parallel.executor import Executor
-from yuan_train.parallel.groups import as_training_error, sum_over_world
+from yuan_train.parallel.groups import sum_over_world
 from yuan_train.rl.experience import Answers, RowFeed, Rows
+from yuan_train.rl.losses import Numbers, TokenRecorder
 from yuan_train.train.engine import StepRequest, StepResult
-from yuan_train.train.objective import Objective
-from yuan_train.train.step import Trainer, begin_pass, train_step
-
-
-class Recorder(Objective, Protocol):
-    """An objective that records a number of each token in a forward pass."""
-
-    scores: Tensor
-    """fp64 [N] on the host: those that this rank has seen, else 0."""
+from yuan_train.train.step import Trainer, forward_pass, recording, train_step
 
 
 class Lanes:
@@ -41,22 +32,18 @@ class Lanes:
         trainer.runtime.reducer.follow(trainer.runtime.program)
         return train_step(trainer, replace(request, samples=self._answers, first_sample=0, stop=False))
 
-    def record(self, rows: Rows, make: Callable[[Tensor], Recorder], what: str) -> Tensor:
-        """What a recorder sees of all tokens under the weights as they are: fp64 [N] on the host.
+    def record(self, rows: Rows, count: int, numbers: Numbers, what: str) -> Tensor:
+        """The numbers of `count` tokens, or answers, under the weights as they are: fp64 [N] on the host.
 
-        `make` gets the places of the rows, on the device. Collective over all ranks.
+        Collective over all ranks.
         """
         trainer = self._use(rows)
-        recorder = make(rows.place.to(trainer.device.torch))
-        kept = {stage: runner.objective for stage, runner in trainer.runners.items()}
-        for runner in trainer.runners.values():
-            runner.objective = recorder
-        begin_pass(trainer, self._answers, first_sample=0, then=None)
-        runtime = trainer.runtime
-        with as_training_error(runtime.coord):
-            trainer.executor.run(runtime.evaluation_program)
-        for stage, runner in trainer.runners.items():
-            runner.objective = kept[stage]
+        runtime, recorder = (
+            trainer.runtime,
+            TokenRecorder(rows.place.to(trainer.device.torch), count, numbers),
+        )
+        with recording(trainer, recorder):
+            forward_pass(trainer, self._answers, first_sample=0, then=None)
         # Each rank of a tensor-parallel group has recorded the same.
         scores = recorder.scores * (runtime.coord.tensor_rank == 0)
         sum_over_world(runtime.groups, runtime.coord, scores, f"the sum of {what}")

@@ -30,14 +30,14 @@ from yuan_train.parallel.links import RolePosition, enter_role, join_role
 from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
-from yuan_train.rl.engines import RemoteReference, RemoteRewardModel, RemoteScores, fates_of, job_ranks
+from yuan_train.rl.engines import RemoteReadingModel, RemoteReference, RemoteScores, fates_of, job_ranks
 from yuan_train.rl.environments import Conversation, Environments
 from yuan_train.rl.experience import Group, RowFeed
 from yuan_train.rl.generator import Engine, make_engine, pipeline_group
 from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.losses import PolicyLoss
-from yuan_train.rl.reward_model import RewardModel
+from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.rewards import Scorers, turns_of
 from yuan_train.rl.scoring import Requests
 from yuan_train.rl.updates import Updater, UpdateResult
@@ -330,7 +330,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
     trainer, progress, renewal = _build(job, feed, loss, apart)
     reference = renewal.reference if renewal is not None else None
     critic = Critic(job, feed) if run.critic is not None else None
-    reader = _make_reward_model(job, trainer, apart)
+    reader = _make_reading_model(job, trainer, apart)
     teaches = run.reward.teacher is not None
     updater = Updater(
         run,
@@ -553,15 +553,15 @@ class PolicyEngine:
                 role.stop()
 
 
-def _make_reward_model(
+def _make_reading_model(
     job: RLJob, trainer: Trainer, apart: RolePosition | None
-) -> RewardModel | RemoteRewardModel | None:
-    if job.reward_model is None:
+) -> ReadingModel | RemoteReadingModel | None:
+    if job.reading_model is None:
         return None
     if job.has_apart("reward"):
         assert job.roles is not None and apart is not None
-        return RemoteRewardModel(job.roles, trainer, apart, job.run)
-    return RewardModel(job.reward_model, job.run, trainer)
+        return RemoteReadingModel(job.roles, trainer, apart, job.run)
+    return ReadingModel(job.reading_model, job.run, trainer)
 
 
 def _build(

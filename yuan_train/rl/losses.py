@@ -5,6 +5,7 @@ B = rows of a micro-batch, S = tokens of a row, N = answer tokens of the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -141,15 +142,20 @@ class PolicyLoss:
         self.maxima = torch.maximum(self.maxima, torch.stack([ratio.max(), distances.max()]))
 
 
-class TokenScores:
-    """Records the log-probabilities of a batch's tokens, for a forward pass; its loss is 0.
+Numbers = Callable[[Transformer, Tensor, Targets, Tensor], Tensor]
+"""Of a model, the hidden state and the targets of a micro-batch, and where it has what is recorded, bool
+[B, S]: a number of each such place, in their order."""
+
+
+class TokenRecorder:
+    """An objective that records a number of each token, or answer, in a forward pass; its loss is 0.
 
     `scores` fp64 [N] on the host: those that this rank has seen, else 0.
     """
 
-    def __init__(self, place_RS: Tensor, count: int, *, temperature: float) -> None:
+    def __init__(self, place_RS: Tensor, count: int, numbers: Numbers) -> None:
         self._place_RS = place_RS
-        self._temperature = temperature
+        self._numbers = numbers
         self.scores = torch.zeros(count, dtype=torch.float64)
 
     def total(
@@ -157,9 +163,28 @@ class TokenScores:
     ) -> Tensor:
         """Record; returns 0."""
         place_BS, mask_BS = places(self._place_RS, targets)
-        found = token_log_probs(model, hidden_BSH, targets, self._temperature)[mask_BS].double().cpu()
-        self.scores[place_BS[mask_BS].cpu()] = found
+        found = self._numbers(model, hidden_BSH, targets, mask_BS)
+        self.scores[place_BS[mask_BS].cpu()] = found.double().cpu()
         return hidden_BSH.new_zeros((), dtype=torch.float64)
+
+
+def log_probs_at(temperature: float) -> Numbers:
+    """Log-probabilities of tokens."""
+
+    def numbers(model: Transformer, hidden_BSH: Tensor, targets: Targets, mask_BS: Tensor) -> Tensor:
+        return token_log_probs(model, hidden_BSH, targets, temperature)[mask_BS]
+
+    return numbers
+
+
+def token_values(model: Transformer, hidden_BSH: Tensor, targets: Targets, mask_BS: Tensor) -> Tensor:
+    """A critic's values of the states before tokens."""
+    return model.scores(hidden_BSH)[mask_BS]
+
+
+def last_values(model: Transformer, hidden_BSH: Tensor, targets: Targets, mask_BS: Tensor) -> Tensor:
+    """A reward model's values at the last tokens of sequences."""
+    return model.scores(hidden_BSH[mask_BS])
 
 
 def token_log_probs(model: Transformer, hidden_BSH: Tensor, targets: Targets, temperature: float) -> Tensor:

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import IO, Any, Self
 
 from yuan_train.config.errors import ConfigError
@@ -61,23 +60,28 @@ def reward_of(
     return total - (config.overlong.penalty * over / buffer if buffer and over > 0 else 0.0)
 
 
-@dataclass
-class _Worker:
-    """A process that scores, and the group that it is at."""
+@dataclass(eq=False)
+class Worker:
+    """A process that loads what a run names, and then reads and writes lines."""
 
     process: subprocess.Popen[bytes]
     deadline: float
-    """Of loading the functions, or of the group; while it waits for a group, in the past."""
+    """Of loading."""
     is_ready: bool = False
-    """Whether it has said that the functions are loaded."""
-    task: int | None = None
+    """Whether it has said that all is loaded."""
     unread: bytearray = field(default_factory=bytearray)
-    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it waits for a group."""
-        return self.is_ready and self.task is None
+    @classmethod
+    def start(cls, module: str, order: str) -> Self:
+        """Start a module with an order."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, order],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return cls(process, time.monotonic() + START_SECONDS)
 
     @property
     def input(self) -> IO[bytes]:
@@ -88,6 +92,40 @@ class _Worker:
     def output(self) -> IO[bytes]:
         assert self.process.stdout is not None
         return self.process.stdout
+
+    def read(self) -> list[bytes] | None:
+        """The lines that are whole now; None if it has ended."""
+        part = os.read(self.output.fileno(), READ_BYTES)
+        *lines, rest = bytes(self.unread + part).split(b"\n")
+        self.unread = bytearray(rest)
+        return lines if part else None
+
+    def end(self) -> None:
+        """End the process, and what it has started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        for pipe in (self.input, self.output):
+            try:
+                pipe.close()
+            except OSError:
+                pass
+
+
+@dataclass(eq=False)
+class _Scorer(Worker):
+    """A process that scores, and the group that it is at; its deadline is then that of the group, and in the
+    past while it waits for one."""
+
+    task: int | None = None
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for a group."""
+        return self.is_ready and self.task is None
 
 
 class Scorers:
@@ -101,7 +139,7 @@ class Scorers:
         """`columns`: what each prompt has beside `reward_worker.FIELDS`. Raises ConfigError, when entered, if
         a first process cannot load the functions."""
         self._config = config
-        self._workers: list[_Worker] = []
+        self._workers: list[_Scorer] = []
         self._did_not_load = False
         """Of this batch: whether a process could not load the functions, as the first one could."""
         functions = [
@@ -120,11 +158,9 @@ class Scorers:
             raise ConfigError(f"reward.functions: {error}") from None
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         for worker in self._workers:
-            end_worker(worker.process)
+            worker.end()
         self._workers.clear()
 
     def score(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Scores]:
@@ -173,7 +209,7 @@ class Scorers:
             soonest = min(worker.deadline for worker in busy)
             ready = selector.select(max(0.0, soonest - time.monotonic()))
         for key, events in ready:
-            worker: _Worker = key.data
+            worker: _Scorer = key.data
             if worker not in self._workers or worker.is_idle:
                 continue
             if events & selectors.EVENT_WRITE:
@@ -196,7 +232,7 @@ class Scorers:
                 timeout = f"reward.timeout ({self._config.timeout:g} s)"
                 self._give_up(worker, found, f"took longer than {timeout}")
 
-    def _see_ready(self, worker: _Worker, line: bytes, found: dict[int, Scores]) -> None:
+    def _see_ready(self, worker: _Scorer, line: bytes, found: dict[int, Scores]) -> None:
         """Take the first line of a process."""
         told: Any = json.loads(line)
         if "error" in told:
@@ -204,7 +240,7 @@ class Scorers:
         else:
             worker.is_ready = True
 
-    def _write(self, worker: _Worker, found: dict[int, Scores]) -> None:
+    def _write(self, worker: _Scorer, found: dict[int, Scores]) -> None:
         try:
             sent = os.write(worker.input.fileno(), worker.unsent[:READ_BYTES])
         except BlockingIOError:
@@ -216,20 +252,14 @@ class Scorers:
         if not worker.unsent:
             worker.deadline = time.monotonic() + self._config.timeout
 
-    def _read(self, worker: _Worker, found: dict[int, Scores]) -> bytes | None:
+    def _read(self, worker: _Scorer, found: dict[int, Scores]) -> bytes | None:
         """A whole line of a process, if there is one now."""
-        part = os.read(worker.output.fileno(), READ_BYTES)
-        if not part:
+        lines = worker.read()
+        if lines is None:
             self._give_up(worker, found, f"ended its process (exit code {worker.process.wait()})")
-            return None
-        worker.unread += part
-        line, newline, rest = bytes(worker.unread).partition(b"\n")
-        if not newline:
-            return None
-        worker.unread = bytearray(rest)
-        return line
+        return lines[0] if lines else None
 
-    def _give_up(self, worker: _Worker, found: dict[int, Scores], why: str) -> None:
+    def _give_up(self, worker: _Scorer, found: dict[int, Scores], why: str) -> None:
         """End a process; its group is lost. Without one, it has not loaded the functions: raises _Failed
         if it was the last."""
         self._drop(worker)
@@ -241,14 +271,13 @@ class Scorers:
             raise _Failed(why)
         logger.warning("a process less scores, whose reward functions could not be loaded: %s", why)
 
-    def _drop(self, worker: _Worker) -> None:
+    def _drop(self, worker: _Scorer) -> None:
         self._workers.remove(worker)
-        end_worker(worker.process)
+        worker.end()
 
     def _start(self) -> None:
         """Start a process, which begins to load the functions."""
-        process = start_worker("yuan_train.rl.reward_worker", self._order)
-        worker = _Worker(process, deadline=time.monotonic() + START_SECONDS)
+        worker = _Scorer.start("yuan_train.rl.reward_worker", self._order)
         os.set_blocking(worker.input.fileno(), False)
         self._workers.append(worker)
 
@@ -268,9 +297,7 @@ class ScoringThread:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._ends = True
         self._given.put(None)
         if kind is None:
@@ -315,32 +342,6 @@ def _scores(line: bytes) -> Scores:
     if "error" in told:
         return Scores(error=str(told["error"]))
     return Scores(tuple(tuple(row) for row in told["scores"]))
-
-
-def start_worker(module: str, order: str) -> subprocess.Popen[bytes]:
-    """Start a module as a process with an order, that reads and writes lines."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, order],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def end_worker(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and what it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except OSError:
-                pass
 
 
 def turns_of(sample: Sample, tokenizer: Tokenizer | None) -> list[str]:

@@ -13,10 +13,10 @@ controller, and tells the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
-from yuan_train.parallel.groups import as_training_error
+from yuan_train.parallel.groups import as_training_error, share_object
 from yuan_train.parallel.links import RolePosition, enter_role, join_role, take_weights
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.engines import (
@@ -36,14 +36,14 @@ from yuan_train.rl.engines import (
     connect_seconds,
     fates_of,
     job_ranks,
+    message_link,
     role_buckets,
-    role_message_link,
-    role_weight_link,
+    weight_link,
 )
 from yuan_train.rl.experience import Answers, RowFeed, Rows
-from yuan_train.rl.lanes import Lanes, Recorder
-from yuan_train.rl.losses import TokenScores
-from yuan_train.rl.reward_model import LastValues, find_reward_model
+from yuan_train.rl.lanes import Lanes
+from yuan_train.rl.losses import last_values, log_probs_at
+from yuan_train.rl.reading_model import find_reading_model
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
 from yuan_train.train.ending import ending_together, stop_on_sigterm
 from yuan_train.train.job import Job, Position, check_position
@@ -90,14 +90,13 @@ class Requests:
 
     def tell(self, value: Any) -> Any:
         """The leader's value, on all ranks; they wait for it, however long that takes."""
-        told: list[Any] = [value]
-        if self._group is not None:
-            what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
-            with as_training_error(self._coord):
-                wait_for_all(ranks, what, self._group)
-                with blame_peers(what, ranks):
-                    dist.broadcast_object_list(told, src=self._leader, group=self._group)
-        return told[0]
+        if self._group is None:
+            return value
+        what, ranks = "the controller's message", dist.get_process_group_ranks(self._group)
+        with as_training_error(self._coord):
+            wait_for_all(ranks, what, self._group)
+            with blame_peers(what, ranks):
+                return share_object(value, source=self._leader, group=self._group)
 
     def answer(self, value: Any) -> None:
         """On the leader, start to send the controller a value; on the others nothing."""
@@ -120,7 +119,7 @@ class ScoringJob:
     role: ScoringRole
     own: Job
     """Of a trainer that only runs forward."""
-    reward_model: Checkpoint | None
+    reading_model: Checkpoint | None
 
 
 def prepare_scoring(run: RLConfig, roles: RlPlan, role: ScoringRole, position: Position) -> ScoringJob:
@@ -128,14 +127,14 @@ def prepare_scoring(run: RLConfig, roles: RlPlan, role: ScoringRole, position: P
     plan = roles.plans[role]
     own = replace(policy_run(run, sequence_length=plan.sequence_length), model=plan.model)
     device, tokenizer = check_position(own, plan, position)
-    reward_model = find_reward_model(run, tokenizer) if role == "reward" else None
-    if reward_model is not None and replace(reward_model.model, name="") != replace(plan.model, name=""):
+    reading_model = find_reading_model(run, tokenizer) if role == "reward" else None
+    if reading_model is not None and replace(reading_model.model, name="") != replace(plan.model, name=""):
         raise PlanError(
-            f"roles.reward.plan.model: not that of {reward_model.path} (of reward.model or "
+            f"roles.reward.plan.model: not that of {reading_model.path} (of reward.model or "
             "reward.teacher); plan again"
         )
     job = Job(own, plan, position, device, Answers([]), None, tokenizer, None)
-    return ScoringJob(run, roles, role, job, reward_model)
+    return ScoringJob(run, roles, role, job, reading_model)
 
 
 def serve_scores(job: ScoringJob) -> None:
@@ -154,13 +153,13 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
     channel: Channel | None = None
     if position.rank == 0:
         with as_training_error(coord):
-            link = role_message_link(job.roles, job.role, position, connect_seconds(job.run.train))
+            link = message_link(job.roles, job.role, position, connect_seconds(job.run.train))
         channel = Channel(link, job.roles.role_ranks["policy"].start)
     requests = Requests(coord, channel, 0, dist.group.WORLD if dist.is_initialized() else None)
     for kind, *rest in requests:
         if kind == "weights":
             with as_training_error(coord):
-                take(trained=True)
+                take(True)
             continue
         rows, count = cast("tuple[Rows, int]", tuple(rest))
         requests.answer(_score(job, lanes, rows, count))
@@ -168,35 +167,29 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
 
 def _score(job: ScoringJob, lanes: Lanes, rows: Rows, count: int) -> torch.Tensor:
     """A number of each of `count` tokens or sequences: fp64 on the host, on all ranks of the role."""
-
-    def make(place_RS: torch.Tensor) -> Recorder:
-        if job.role == "reward" and job.run.reward.model is not None:
-            return LastValues(place_RS, count)
-        return TokenScores(place_RS, count, temperature=job.run.generation.temperature)
-
-    return lanes.record(rows, make, "scores")
+    judges = job.role == "reward" and job.run.reward.model is not None
+    numbers = last_values if judges else log_probs_at(job.run.generation.temperature)
+    return lanes.record(rows, count, numbers, "scores")
 
 
-class _Take(Protocol):
-    def __call__(self, *, trained: bool) -> None:
-        """Take the weights that the policy sends: all, or those that are trained. Raises LostPeer."""
-        ...
+_Take = Callable[[bool], None]
+"""Takes the weights that the policy sends: all, or those alone that are trained. Raises LostPeer."""
 
 
 def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
     """Fill this rank's weights: those of the policy, or a checkpoint's; returns what takes the next ones."""
     runtime, dtype, roles = trainer.runtime, DTYPES[job.run.train.precision], job.roles
-    if job.reward_model is not None:
-        load_runtime(job.reward_model, runtime)
+    if job.reading_model is not None:
+        load_runtime(job.reading_model, runtime)
 
-        def never(*, trained: bool) -> None:
+        def never(_: bool) -> None:
             raise AssertionError("a checkpoint's weights stay as they are")
 
         return never
     with as_training_error(runtime.coord):
-        link = role_weight_link(roles, job.role, position, connect_seconds(job.run.train))
+        link = weight_link(roles, job.role, position, connect_seconds(job.run.train))
 
-        def take(*, trained: bool) -> None:
+        def take(trained: bool) -> None:
             take_weights(
                 role_buckets(roles, job.role, dtype.itemsize, trained=trained),
                 own_weights(runtime),
@@ -206,5 +199,5 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
                 dtype=dtype,
             )
 
-        take(trained=False)
+        take(False)
     return take

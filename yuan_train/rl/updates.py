@@ -15,11 +15,11 @@ from yuan_train.objectives import advantages as kinds
 from yuan_train.objectives.losses import BatchTotals, explained_variance, reward_penalty
 from yuan_train.parallel.groups import guard_world_collective, sum_over_world
 from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
-from yuan_train.rl.engines import RemoteReference, RemoteRewardModel
+from yuan_train.rl.engines import RemoteReadingModel, RemoteReference
 from yuan_train.rl.experience import Group, RowFeed, Rows, make_rows
 from yuan_train.rl.lanes import Lanes
-from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, TokenScores
-from yuan_train.rl.reward_model import RewardModel
+from yuan_train.rl.losses import SUMS, Batch, PolicyLoss, log_probs_at
+from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
 
@@ -154,7 +154,7 @@ class Updater:
         sequence_length: int,
         reference: Reference | RemoteReference | None,
         critic: Critic | None = None,
-        teacher: RewardModel | RemoteRewardModel | None = None,
+        teacher: ReadingModel | RemoteReadingModel | None = None,
     ) -> None:
         self._run = run
         self._trainer = trainer
@@ -325,17 +325,9 @@ class Updater:
 
     def _score(self, parts: Sequence[_Part]) -> Tensor:
         """Log-probabilities of all tokens under the weights as they are; collective over all ranks."""
-        temperature = self._run.generation.temperature
-        return torch.cat(
-            [
-                self._lanes.record(
-                    part.rows,
-                    lambda place_RS, count=part.count: TokenScores(place_RS, count, temperature=temperature),
-                    "log-probabilities",
-                )
-                for part in parts
-            ]
-        )
+        numbers = log_probs_at(self._run.generation.temperature)
+        found = [self._lanes.record(part.rows, part.count, numbers, "log-probabilities") for part in parts]
+        return torch.cat(found)
 
     def _measures(self) -> dict[str, float | None]:
         """What the loss has measured in the updates of a batch, of all ranks."""

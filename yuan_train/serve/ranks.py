@@ -28,8 +28,15 @@ from yuan_train.parallel.apply import RankRuntime, parallelize
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.groups import as_training_error, enter_world, make_tensor_groups, meet
-from yuan_train.parallel.shard import global_boxes
+from yuan_train.parallel.groups import (
+    as_training_error,
+    enter_world,
+    gather_objects,
+    make_tensor_groups,
+    meet,
+    share_object,
+)
+from yuan_train.parallel.shard import box_views
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.generator import Engine, Token
@@ -76,13 +83,8 @@ class ServeJob:
     @property
     def documents(self) -> DocumentRules:
         """What the model was trained to reset at document ends, as `generate` does it."""
-        data = self.checkpoint.state.get("run", {}).get("data", {})
-        return DocumentRules(
-            eod_id=self.tokenizer.eod_id if self.tokenizer is not None else None,
-            reset_position_ids=data.get("reset_position_ids", True),
-            reset_attention=data.get("reset_attention", False),
-            reset_filter=data.get("reset_filter", False),
-        )
+        eod_id = self.tokenizer.eod_id if self.tokenizer is not None else None
+        return DocumentRules(eod_id=eod_id, **self.checkpoint.resets)
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ class Lane:
             prefill_chunk=PREFILL_CHUNK,
             device=job.device.torch,
             dtype=job.dtype,
-            stopwatch=Stopwatch(job.device, pace=grid.pace(coord.rank)),
+            stopwatch=Stopwatch(job.device, simulated=grid.simulated(coord.rank)),
             ranks=self._groups.get(self._own[coord.pipeline]),
             documents=job.documents,
         )
@@ -294,13 +296,11 @@ class Lane:
             for name, part in self._read.items() if order.take else ():
                 weights[name].copy_(part)
             self._read = {}
-        told: list[str | None] = [fault]
-        ranks = self._led[pipeline]
+        told, ranks = [fault], self._led[pipeline]
         if len(ranks) > 1:
-            told = [None] * len(ranks)
             with self._naming(pipeline, "weights"):
                 wait_for_all(ranks, "weights", self._groups[ranks])
-                dist.all_gather_object(told, fault, group=self._groups[ranks])
+                told = gather_objects(fault, self._groups[ranks])
         return list(dict.fromkeys(one for one in told if one is not None))
 
     def _read_parts(self, folder: Path) -> dict[str, torch.Tensor]:
@@ -310,21 +310,21 @@ class Lane:
         for name, weight in own_weights(self._runtime).items():
             whole, shard = held[name].read(), self._runtime.shards[name]
             part = torch.empty(weight.numel(), dtype=weight.dtype)
-            for box in global_boxes(shard, shard.index, shard.count, 0, part.numel()):
+            for box in box_views(shard, part):
                 here = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                part[box.start : box.start + box.num_elements].view(box.sizes).copy_(whole[here])
+                box.tensor.copy_(whole[here])
             found[name] = part.view(weight.shape)
         return found
 
     def _tell(self, pipeline: int, order: Order | None) -> Order:
         """The next order of rank 0, on all ranks of a pipeline; they wait as long as nothing is asked."""
-        told: list[Any] = [order]
         ranks = self._led[pipeline]
         if len(ranks) > 1:
             with self._naming(pipeline, "an order"):
                 wait_for_all(ranks, "an order", self._groups[ranks])
-                dist.broadcast_object_list(told, src=0, group=self._groups[ranks])
-        return told[0]
+                order = share_object(order, group=self._groups[ranks])
+        assert order is not None
+        return order
 
     @contextmanager
     def _naming(self, pipeline: int, what: str) -> Iterator[None]:
@@ -378,8 +378,7 @@ def _check_same(job: ServeJob) -> None:
         "tokenizer": job.tokenizer.digest if job.tokenizer is not None else None,
         "options": [as_plain(job.limits), str(job.dtype)],
     }
-    told: list[Any] = [None] * job.position.world_size
-    dist.all_gather_object(told, own)
+    told = gather_objects(own)
     for rank, other in enumerate(told):
         for what, value in other.items():
             if value != told[0][what]:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import yuan_train
 from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
 from yuan_train.config.load import as_plain
+from yuan_train.parallel.groups import gather_objects, share_object
 from yuan_train.parallel.tiers.slab import available_bytes
 from yuan_train.train.cards import (
     RankCard,
@@ -92,16 +93,14 @@ def check_same_job(job: Job) -> None:
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
     if not _differs(digest):
         return
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = gather_objects(digest)
     # What most ranks have; of equals, what the lowest rank has.
     reference = Counter(digests).most_common(1)[0][0]
     source = digests.index(reference)
-    shared: list[Any] = [facts if dist.get_rank() == source else None]
-    dist.broadcast_object_list(shared, src=source)
+    shared = share_object(facts, source=source)
     mine = None
     if digest != reference:
-        mine = list(_differences(flatten(facts), flatten(shared[0])))
+        mine = list(_differences(flatten(facts), flatten(shared)))
     odd = _gather(mine)
     lines = [
         f"rank {rank} ({host}) has another job than rank {source}: {'; '.join(found[:MAX_LISTED])}"
@@ -186,9 +185,7 @@ def check_same_directory(directory: str | Path) -> None:
     if not dist.is_initialized():
         return
     directory = Path(directory)
-    name: list[Any] = [f".seen-by-all-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(name, src=0)
-    token = directory / name[0]
+    token = directory / share_object(f".seen-by-all-{uuid.uuid4().hex}")
     fault: YuanError | None = None
     try:
         if dist.get_rank() == 0:
@@ -198,11 +195,10 @@ def check_same_directory(directory: str | Path) -> None:
             except OSError as error:
                 fault = CheckpointError(f"checkpoint.directory: {directory} cannot be written: {error}")
         raise_together(fault)
-        hosts: list[Any] = [socket.gethostname()]
-        dist.broadcast_object_list(hosts, src=0)
+        host = share_object(socket.gethostname())
         if not _appears(token):
             fault = CheckpointError(
-                f"checkpoint.directory: {directory.absolute()} is not the directory that rank 0 ({hosts[0]}) "
+                f"checkpoint.directory: {directory.absolute()} is not the directory that rank 0 ({host}) "
                 "writes to; give a directory on a file system that all nodes share"
             )
         raise_together(fault)
@@ -225,8 +221,7 @@ def find_resume_together(job: Job) -> Job:
             told[0] = find_checkpoints(job.run)
         except YuanError as error:
             told[1] = (type(error), str(error))
-    dist.broadcast_object_list(told, src=0)
-    both, fault = told
+    both, fault = share_object(told)
     if fault is not None:
         raise fault[0](fault[1])
     found, start = both
@@ -335,8 +330,7 @@ def _differs(digest: bytes) -> bool:
 
 def _gather(mine: Any | None) -> list[tuple[int, str, Any]]:
     """(rank, host, what it says) of every rank that says something; collective."""
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if mine is None else (socket.gethostname(), mine))
+    said = gather_objects(None if mine is None else (socket.gethostname(), mine))
     return [(rank, *entry) for rank, entry in enumerate(said) if entry is not None]
 
 

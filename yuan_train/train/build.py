@@ -28,7 +28,7 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.shard import TensorBox, global_boxes
+from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.parameters import ParameterPages
@@ -79,8 +79,8 @@ def build(
     resets = _resets(job) if feed is None else run.data.resets
     feed = Feed(_share(job, runtime)) if feed is None else feed
     pair_loss = PairLoss(run.objective, device=job.device.torch) if run.objective.reads_pairs else None
-    stopwatch = Stopwatch(job.device, pace=runtime.grid.pace(rank))
-    runtime.reducer.pace = stopwatch.catch_up
+    stopwatch = Stopwatch(job.device, simulated=runtime.grid.simulated(rank))
+    runtime.reducer.catch_up = stopwatch.catch_up
     for state in runtime.states:
         state.pause = stopwatch.paused
     tiers = _tiers(job, runtime, stopwatch)
@@ -231,14 +231,7 @@ def load_runtime(checkpoint: Checkpoint, runtime: RankRuntime) -> None:
 
     def shard_of(name: str, master: torch.Tensor) -> LocalShard:
         shard = runtime.shards[name]
-        boxes = global_boxes(shard, shard.index, shard.count, 0, master.numel())
-        return LocalShard(
-            torch.Size(shard.shape),
-            tuple(
-                TensorBox(b.offsets, b.sizes, master[b.start : b.start + b.num_elements].view(b.sizes))
-                for b in boxes
-            ),
-        )
+        return LocalShard(torch.Size(shard.shape), tuple(box_views(shard, master)))
 
     load_parts(checkpoint, own_weights(runtime), shard_of)
     for part in runtime.parts.values():

@@ -57,25 +57,19 @@ def load_trained(
     checkpoint: Checkpoint,
     *,
     tokenizer: str | Path | None = None,
-    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> TrainedModel:
     """The model of a checkpoint, and its tokenizer unless another is given. Raises YuanError."""
     tokenizer_path = tokenizer or checkpoint.tokenizer
     if dtype == torch.float16:
         keep_wide_sums()
-    choose_ops(checkpoint.model, device, dtype)
-    model = Transformer(checkpoint.model, device=device, dtype=dtype)
+    choose_ops(checkpoint.model, "cpu", dtype)
+    model = Transformer(checkpoint.model, dtype=dtype)
     load_weights(checkpoint, model)
-    data = checkpoint.state.get("run", {}).get("data", {})
     return TrainedModel(
         model=model.eval(),
         tokenizer=Tokenizer.load(tokenizer_path) if tokenizer_path is not None else None,
-        resets={
-            "reset_position_ids": data.get("reset_position_ids", True),
-            "reset_attention": data.get("reset_attention", False),
-            "reset_filter": data.get("reset_filter", False),
-        },
+        resets=checkpoint.resets,
     )
 
 

@@ -11,9 +11,9 @@ next one: at most two passes of a rank are in memory, 24 bytes a token.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -46,25 +46,38 @@ class Source(Protocol):
         ...
 
 
-class Passes(Source, Protocol):
+Key = tuple[Samples, int]
+"""A pass over one global batch: the data, and its first sample."""
+
+
+class Passes(ABC):
     """A source of the micro-batches of one global batch after another; a context manager."""
 
-    batch_tokens: dict[tuple[Samples, int], int]
-    """Trained tokens of whole global batches, as the ranks have agreed on them."""
+    def __init__(self) -> None:
+        self.batch_tokens: dict[Key, int] = {}
+        """Trained tokens of whole global batches, as the ranks have agreed on them."""
+
+    @abstractmethod
+    def take(self, micro_batch: int) -> MicroBatch:
+        """See `Source`."""
 
     def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
         """Start a pass over the global batch from `first_sample` on; the one from `then` on is next."""
-        ...
+        return
 
     def count_trained(self, blend: Samples, first_sample: int) -> int:
         """Targets with a loss that this rank reads in a pass that was begun or announced."""
-        ...
+        return 0
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is taken any more."""
+        return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +133,6 @@ def make_micro_batch(
     )
 
 
-Key = tuple[Samples, int]
-"""A pass over one global batch: the data, and its first sample."""
-
-
 @dataclass(eq=False)
 class _Pass:
     """What is read of a pass so far."""
@@ -136,7 +145,7 @@ class _Pass:
     error: BaseException | None = None
 
 
-class Feed:
+class Feed(Passes):
     """Reads the micro-batches of one rank in a thread, in the order in which they are taken.
 
     Use as a context manager, or `close` it: the thread ends with it. An error of the thread is raised where
@@ -144,6 +153,7 @@ class Feed:
     """
 
     def __init__(self, share: Share) -> None:
+        super().__init__()
         self._share = share
         self._order = tuple(share.takers)
         self._passes: list[_Pass] = []
@@ -152,8 +162,6 @@ class Feed:
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self.batch_tokens: dict[Key, int] = {}
-        """Trained tokens of whole global batches, as the ranks have agreed on them."""
 
     def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
         """Start a pass over the global batch from `first_sample` on; the one from `then` on is read next."""
@@ -203,14 +211,6 @@ class Feed:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _find(self, blend: Samples, first_sample: int) -> _Pass | None:
         return next((found for found in self._passes if found.key == (blend, first_sample)), None)

@@ -17,7 +17,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.models.transformer import choose_ops
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Grid
+from yuan_train.parallel.groups import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ def settle_forms(grid: Grid, rank: int, *, device: Device, dtype: torch.dtype) -
     mine = RankForms(_card(device), tuple(choose_ops(grid.plan.model, device.torch, dtype)))
     if not dist.is_initialized():
         return
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    told = gather_objects(mine)
     for group in alike_groups(grid, [forms.card for forms in told]):
         for number, odd in unlike(group, told):
             if rank not in group:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
@@ -221,41 +222,21 @@ def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Ble
             vocab_size=run.model.vocab_size,
             trained="end" if run.objective.kind == "reward" else "answer",
         ), None
-    sources = [(source.prefix, source.weight) for source in data.train]
-    length, seed, vocab = data.sequence_length, run.train.seed, run.model.vocab_size
-    rules = sample_rules(data, tokenizer)
-    train = open_corpora(
-        sources,
-        sequence_length=length,
-        seed=seed,
-        vocab_size=vocab,
-        split=data.split,
-        rules=rules,
+    opened = partial(
+        open_corpora,
+        sequence_length=data.sequence_length,
+        seed=run.train.seed,
+        vocab_size=run.model.vocab_size,
+        rules=sample_rules(data, tokenizer),
         loss_on_answers=data.loss_on_answers,
     )
+    sources = [(source.prefix, source.weight) for source in data.train]
+    train = opened(sources, split=data.split)
     if data.split is not None:
-        return train, open_corpora(
-            sources,
-            sequence_length=length,
-            seed=seed,
-            vocab_size=vocab,
-            split=data.split,
-            part="validation",
-            rules=rules,
-            loss_on_answers=data.loss_on_answers,
-        )
+        return train, opened(sources, split=data.split, part="validation")
     if not data.validation:
         return train, None
-    held_out = [(source.prefix, source.weight) for source in data.validation]
-    return train, open_corpora(
-        held_out,
-        sequence_length=length,
-        seed=seed,
-        vocab_size=vocab,
-        part="validation",
-        rules=rules,
-        loss_on_answers=data.loss_on_answers,
-    )
+    return train, opened([(source.prefix, source.weight) for source in data.validation], part="validation")
 
 
 def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | None]:

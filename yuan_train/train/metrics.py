@@ -33,6 +33,16 @@ CURVES = (
     "margin",
 )
 
+LEFT_OUT = (
+    ("loss_scale", "skipped_steps"),
+    ("accuracy", "margin"),
+    ("expert_tokens",),
+    ("link_seconds",),
+    ("moved",),
+    ("stage_seconds", "peak_memory_bytes"),
+)
+"""Not in the file where the first of them is None."""
+
 
 @dataclass(frozen=True)
 class Moved:
@@ -142,18 +152,8 @@ class Log:
         """
         if self._file is not None:
             line = {"version": VERSION, **_finite(asdict(metrics))}
-            if metrics.loss_scale is None:
-                del line["loss_scale"], line["skipped_steps"]
-            if metrics.accuracy is None:
-                del line["accuracy"], line["margin"]
-            if metrics.expert_tokens is None:
-                del line["expert_tokens"]
-            if metrics.link_seconds is None:
-                del line["link_seconds"]
-            if metrics.moved is None:
-                del line["moved"]
-            if metrics.stage_seconds is None:
-                del line["peak_memory_bytes"], line["stage_seconds"]
+            for name in (n for names in LEFT_OUT if getattr(metrics, names[0]) is None for n in names):
+                del line[name]
             write_lines(self._file, [json.dumps(line) + "\n"])
         for note in write_trackers(self._trackers, metrics.step, metrics.figures):
             self.say(note)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import NOT_IN_PLACE, YuanError
@@ -34,7 +33,7 @@ from yuan_train.config.plan_constraints import (
 from yuan_train.config.units import show_bytes
 from yuan_train.parallel.apply import take_apart
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.groups import gather_objects, guard_world_collective, sum_over_world
+from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, sum_over_world
 from yuan_train.parallel.tiers.slab import available_bytes
 from yuan_train.train.build import build
 from yuan_train.train.cards import machine_id
@@ -65,10 +64,7 @@ def agree_on_plan(job: Job, engine: Engine, asked: StopRequest, *, is_last: bool
         if is_last:
             return "all is done"
         first, path = movers[0]
-        found: list[Any] = [_read(path) if job.position.rank == first else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found, src=first)
-        plan: Plan | str = found[0]
+        plan = share_object(_read(path) if job.position.rank == first else "", source=first)
         if isinstance(plan, Plan) and plan != job.plan:
             plan = _obstacle(job, engine, plan) or plan
     return plan if isinstance(plan, Plan) else f"{NOT_IN_PLACE}{plan}; saved for a restart"

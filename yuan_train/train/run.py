@@ -34,12 +34,11 @@ from yuan_train.train.build import build_engine
 from yuan_train.train.ending import StopRequest, ending_together, stop_on_sigterm
 from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, StepRequest, StepResult
 from yuan_train.train.job import Job
-from yuan_train.train.keeper import Keeper, find_in_memory, keeping
 from yuan_train.train.memory import explaining_memory, keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.metrics import Log, Moved, is_logged
 from yuan_train.train.move import agree_on_plan, move_to
 from yuan_train.train.optimizer import learning_rate
-from yuan_train.train.saver import Saver, make_saver, save_progress
+from yuan_train.train.saver import Keeper, Saver, find_in_memory, keeping, make_saver, save_progress
 from yuan_train.train.state import Progress
 from yuan_train.train.trace import StepClock, Tracer, device_clock
 from yuan_train.train.watch import watching

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from yuan_train.train.engine import (
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
-from yuan_train.train.objective import PairLoss, RowScores
+from yuan_train.train.objective import Objective, PairLoss, RowScores
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.recheck import checking
 from yuan_train.train.stage import StageRunner
@@ -306,9 +306,7 @@ def validation_loss(trainer: Trainer, samples: Samples, *, num_batches: int) -> 
     total = torch.zeros((), dtype=torch.float64, device=trainer.device.torch)
     for batch in range(num_batches):
         then = (batch + 1) * batch_size if batch + 1 < num_batches else None
-        begin_pass(trainer, samples, first_sample=batch * batch_size, then=then)
-        with as_training_error(runtime.coord):
-            trainer.executor.run(runtime.evaluation_program)
+        forward_pass(trainer, samples, first_sample=batch * batch_size, then=then)
         total += trainer.loss
     total = trainer.device.to_host(total)
     sum_over_world(runtime.groups, runtime.coord, total, "the all-reduce of the validation loss")
@@ -321,23 +319,35 @@ def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch
     One forward pass without dropout; collective over all ranks.
     """
     runtime, recorder = trainer.runtime, RowScores(num_pairs)
-    objectives = {stage: runner.objective for stage, runner in trainer.runners.items()}
-    for runner in trainer.runners.values():
-        runner.objective = recorder
     batch_size = runtime.grid.plan.global_batch_size
     firsts = range(0, 2 * num_pairs, batch_size)
-    for first in firsts:
-        then = first + batch_size if first + batch_size < firsts.stop else None
-        begin_pass(trainer, pairs, first_sample=first, then=then)
-        with as_training_error(runtime.coord):
-            trainer.executor.run(runtime.evaluation_program)
-    for stage, runner in trainer.runners.items():
-        runner.objective = objectives[stage]
+    with recording(trainer, recorder):
+        for first in firsts:
+            then = first + batch_size if first + batch_size < firsts.stop else None
+            forward_pass(trainer, pairs, first_sample=first, then=then)
     # Each rank of a tensor-parallel group has recorded the same.
     totals = torch.cat([recorder.scores, recorder.counts]) * (runtime.coord.tensor_rank == 0)
     sum_over_world(runtime.groups, runtime.coord, totals, "the sum of the reference's log-probabilities")
     scores, counts = totals.chunk(2)
     return scores / counts
+
+
+@contextmanager
+def recording(trainer: Trainer, recorder: Objective) -> Iterator[None]:
+    """Inside, what is forwarded goes to a recorder in place of the trainer's objective."""
+    kept = {stage: runner.objective for stage, runner in trainer.runners.items()}
+    for runner in trainer.runners.values():
+        runner.objective = recorder
+    yield
+    for stage, runner in trainer.runners.items():
+        runner.objective = kept[stage]
+
+
+def forward_pass(trainer: Trainer, samples: Samples, *, first_sample: int, then: int | None) -> None:
+    """Forward a global batch without a step; see `begin_pass`. Collective over all ranks."""
+    begin_pass(trainer, samples, first_sample=first_sample, then=then)
+    with as_training_error(trainer.runtime.coord):
+        trainer.executor.run(trainer.runtime.evaluation_program)
 
 
 def begin_pass(

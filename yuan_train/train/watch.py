@@ -13,10 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from yuan_train.parallel.activity import Activity, observed_by
-from yuan_train.parallel.device import Device
+from yuan_train.parallel.device import Device, Mark
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.schedule.step import Step
 
@@ -29,14 +28,6 @@ LAST_NOTICE = 0.9
 POLL_SECONDS = 1.0
 MANY_RANKS = 8
 """More than these are counted, not named."""
-
-
-class Mark(Protocol):
-    """A point in what the card was given to do."""
-
-    def query(self) -> bool:
-        """Whether the card has come to it; does not wait."""
-        ...
 
 
 class Watch:

@@ -10,6 +10,7 @@ from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.published import (
     DEFAULTS,
+    Publishing,
     TensorMapping,
     decoder_config,
     decoder_from_config,
@@ -129,28 +130,21 @@ def resets_of(config: Mapping[str, Any]) -> dict[str, bool]:
     return {"reset_position_ids": False, "reset_attention": False, "reset_filter": False}
 
 
-def published_config(
-    model: ModelConfig,
-    *,
-    dtype: str,
-    original: Mapping[str, Any] | None = None,
-    resets: Mapping[str, bool] | None = None,
-    token_ids: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """The `config.json` of a model, which transformers reads by itself; `resets` it has no word for.
+def published_config(model: ModelConfig, how: Publishing) -> dict[str, Any]:
+    """The `config.json` of a model, which transformers reads by itself; it has no word for resets.
 
     Raises CheckpointError for a mixture that Mixtral's class does not compute.
     """
     if model.num_experts:
         derived = _mixtral(model)
-        return decoder_config(model, dtype=dtype, original=original, token_ids=token_ids, derived=derived)
+        return decoder_config(model, how, derived)
     derived = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
         "mlp_bias": False,
     }
-    return decoder_config(model, dtype=dtype, original=original, token_ids=token_ids, derived=derived)
+    return decoder_config(model, how, derived)
 
 
 def _mixtral(model: ModelConfig) -> dict[str, Any]:

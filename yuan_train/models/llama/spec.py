@@ -6,7 +6,7 @@ With experts it is Mixtral (arXiv 2401.04088).
 from __future__ import annotations
 
 from yuan_train.config.architecture import ModelSpec, Normal, ParameterSpec, SublayerWork
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import EXPERT_FIELDS, ModelConfig
 from yuan_train.models import sizes
 
 
@@ -24,7 +24,7 @@ def sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
 
 SPEC = ModelSpec(
     title="Llama 3",
-    takes=frozenset({"num_key_value_heads", "rope_scaling"}) | sizes.EXPERT_FIELDS,
+    takes=frozenset(("num_key_value_heads", "rope_scaling", *EXPERT_FIELDS)),
     defaults={"attention": "plain"},
     constraints=lambda model: iter(()),
     layer=layer,

@@ -9,7 +9,7 @@ from typing import Any
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.llama.hf import MODEL_CODE, STORES_TIED_HEAD, published_layout, resets_of
-from yuan_train.models.published import DEFAULTS, decoder_config, decoder_from_config, refuse
+from yuan_train.models.published import DEFAULTS, Publishing, decoder_config, decoder_from_config, refuse
 
 __all__ = ["MODEL_CODE", "STORES_TIED_HEAD", "published_layout", "resets_of"]
 
@@ -42,19 +42,12 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
     return decoder_from_config(config, name=name, where=where, absent=absent, fields=fields)
 
 
-def published_config(
-    model: ModelConfig,
-    *,
-    dtype: str,
-    original: Mapping[str, Any] | None = None,
-    resets: Mapping[str, bool] | None = None,
-    token_ids: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """The `config.json` of a model, which transformers reads by itself; `resets` it has no word for."""
+def published_config(model: ModelConfig, how: Publishing) -> dict[str, Any]:
+    """The `config.json` of a model, which transformers reads by itself; it has no word for resets."""
     release = 3 if model.query_key_norm else 2
     if model.num_experts:
         derived = _mixture(model)
-        return decoder_config(model, dtype=dtype, original=original, token_ids=token_ids, derived=derived)
+        return decoder_config(model, how, derived)
     derived = {
         "model_type": f"qwen{release}",
         "architectures": [f"Qwen{release}ForCausalLM"],
@@ -62,7 +55,7 @@ def published_config(
     }
     if release == 3:
         derived["attention_bias"] = False
-    return decoder_config(model, dtype=dtype, original=original, token_ids=token_ids, derived=derived)
+    return decoder_config(model, how, derived)
 
 
 def _mixture(model: ModelConfig) -> dict[str, Any]:

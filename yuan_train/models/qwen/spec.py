@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from yuan_train.config.architecture import ModelSpec
 from yuan_train.config.errors import Violation
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import EXPERT_FIELDS, ModelConfig
 from yuan_train.models import sizes
 from yuan_train.models.llama.spec import layer, sublayers
 
@@ -23,8 +23,7 @@ def _constraints(model: ModelConfig) -> Iterator[Violation]:
 
 SPEC = ModelSpec(
     title="Qwen",
-    takes=frozenset({"num_key_value_heads", "rope_scaling", "qkv_bias", "query_key_norm"})
-    | sizes.EXPERT_FIELDS,
+    takes=frozenset(("num_key_value_heads", "rope_scaling", "qkv_bias", "query_key_norm", *EXPERT_FIELDS)),
     defaults={"attention": "plain"},
     constraints=_constraints,
     layer=layer,

@@ -22,7 +22,7 @@ from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.models.published import TensorMapping, decoder_layout, refuse_bias
+from yuan_train.models.published import Publishing, TensorMapping, decoder_layout, refuse_bias
 
 MODEL_TYPES = ("yuan",)
 """`model_type` of the configs that `model_from_config` reads."""
@@ -224,22 +224,11 @@ _AUTO_MAP = {
 }
 
 
-def published_config(
-    model: ModelConfig,
-    *,
-    dtype: str,
-    original: Mapping[str, Any] | None = None,
-    resets: Mapping[str, bool] | None = None,
-    token_ids: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """A `config.json` with every key that our exported model code and the published code read.
-
-    `original` is the config that the model was imported with; its keys other than sizes are kept. `resets` is
-    what the model was trained to reset at document ends. `token_ids` may have `eod`, `sep`, `pad` and `mask`.
-    """
+def published_config(model: ModelConfig, how: Publishing) -> dict[str, Any]:
+    """A `config.json` with every key that our exported model code and the published code read."""
     ids = {"eod": END_OF_DOCUMENT_ID, "sep": SEPARATOR_ID, "pad": END_OF_DOCUMENT_ID, "mask": MASK_ID}
-    ids |= token_ids or {}
-    resets = resets or {}
+    ids |= how.token_ids
+    resets = how.resets
     defaults = {
         "use_cache": True,
         "causal_mask": True,
@@ -257,12 +246,12 @@ def published_config(
         "bos_token_id": ids["eod"],
         "eos_token_id": ids["eod"],
     }
-    kept = {key: value for key, value in (original or {}).items() if key not in ("auto_map", "torch_dtype")}
+    kept = {key: value for key, value in how.original.items() if key not in ("auto_map", "torch_dtype")}
     derived = {
         "model_type": "yuan",
         "architectures": ["YuanForCausalLM"],
         "auto_map": _AUTO_MAP,
-        "torch_dtype": dtype,
+        "torch_dtype": how.dtype,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,

@@ -22,7 +22,7 @@ from yuan_train.config.architecture import (
     norm,
 )
 from yuan_train.config.errors import Violation
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import EXPERT_FIELDS, ModelConfig
 from yuan_train.models import sizes
 
 
@@ -123,7 +123,7 @@ def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
 
 SPEC = ModelSpec(
     title="Yuan 2.0",
-    takes=frozenset({"attention", "rotary_dim", "rotary_form"}) | sizes.EXPERT_FIELDS,
+    takes=frozenset(("attention", "rotary_dim", "rotary_form", *EXPERT_FIELDS)),
     defaults={"attention": "localized_filter"},
     constraints=_constraints,
     layer=_layer,

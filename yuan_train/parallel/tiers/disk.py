@@ -13,7 +13,6 @@ import queue
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ import torch
 from yuan_train.config.errors import DiskError, TrainingError
 from yuan_train.config.units import DISK_SLOTS, DISK_STATES, show_bytes, show_seconds
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.tiers.slab import HostSlab, Transfer
+from yuan_train.parallel.tiers.slab import HostSlab, InThread, Transfer
 
 PAGE = 4096
 """Bytes; direct requests begin and end at multiples of it."""
@@ -139,15 +138,6 @@ class DiskFile:
         return agree
 
 
-class _Job:
-    """A request that has begun."""
-
-    def __init__(self, work: Callable[[], None], what: str) -> None:
-        self.work, self.what = work, what
-        self.ended = threading.Event()
-        self.fault: BaseException | None = None
-
-
 class DiskStore:
     """Brings chunks of a file into host memory and back, in the order in which they were added, step by step.
 
@@ -177,11 +167,11 @@ class DiskStore:
         """The chunk that is read next; after the last one, the first one for the next step."""
         self._loaded = -1
         """The chunk that is stepped now."""
-        self._reading: dict[int, tuple[int, _Job]] = {}
+        self._reading: dict[int, tuple[int, InThread]] = {}
         """By chunk: its slot, and the request."""
-        self._writing: deque[tuple[int, int, _Job, Transfer | None]] = deque()
+        self._writing: deque[tuple[int, int, InThread, Transfer | None]] = deque()
         """Chunk, slot, request, and its weights' way up."""
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[InThread] = queue.SimpleQueue()
         for _ in range(THREADS):
             threading.Thread(target=self._run, daemon=True, name="disk").start()
 
@@ -208,7 +198,7 @@ class DiskStore:
             else:
                 self._begin_read()
         slot, job = self._reading.pop(number)
-        self._wait(job)
+        self._wait(job, "read")
         self._loaded = number
         self.read_ahead()
         return slot, self._slots[slot][:, : self._pieces[number][0].tensor.numel()]
@@ -229,7 +219,7 @@ class DiskStore:
         self._reading[number] = slot, self._begin(number, slot, "read")
         self._next = (number + 1) % len(self._pieces)
 
-    def _begin(self, number: int, slot: int, what: Literal["read", "write"]) -> _Job:
+    def _begin(self, number: int, slot: int, what: Literal["read", "write"]) -> InThread:
         rows = [row.view(torch.uint8) for row in self._slots[slot]]
         pieces = self._pieces[number]
 
@@ -238,39 +228,35 @@ class DiskStore:
                 part = row[: file_bytes(piece.tensor.numel(), piece.tensor.dtype)]
                 (self.file.read if what == "read" else self.file.write)(part, piece.offset)
 
-        job = _Job(work, what)
+        job = InThread(work)
         self._jobs.put(job)
         return job
 
     def _reclaim(self) -> None:
         _, slot, job, going = self._writing.popleft()
-        self._wait(job)
+        self._wait(job, "write")
         if going is not None:
             going.finish()
         self._free.append(slot)
 
-    def _wait(self, job: _Job) -> None:
+    def _wait(self, job: InThread, what: Literal["read", "write"]) -> None:
         where = f"optimizer state in {self.file.directory}"
         if not job.ended.wait(self._timeout):
             raise TrainingError(
-                f"{where}: the disk has not answered a {job.what} in {show_seconds(self._timeout)} "
+                f"{where}: the disk has not answered a {what} in {show_seconds(self._timeout)} "
                 "(train.timeout); look at the disk, and resume"
             )
         if job.fault is not None:
             raise TrainingError(
-                f"{where}: a {job.what} failed: {job.fault}; look at the disk, or give another "
+                f"{where}: a {what} failed: {job.fault}; look at the disk, or give another "
                 "memory.disk_directory, and resume"
             ) from job.fault
 
     def _run(self) -> None:
         while True:
             job = self._jobs.get()
-            try:
-                job.work()
-            except BaseException as error:
-                job.fault = error
+            job.run()
             job.ended.set()
-            del job
 
 
 def slot_bytes(chunk: int, dtype: torch.dtype) -> int:

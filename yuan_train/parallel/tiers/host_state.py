@@ -196,15 +196,14 @@ def disk_chunks(
             )
             for state in states
         )
-        master, exp_avg, exp_avg_sq = (piece.tensor for piece in pieces)
+        master, *averages = (piece.tensor for piece in pieces)
         chunks.append(
             DiskChunk(
-                layout=layout,
-                start=start + first,
-                master=master,
-                gradient=master.new_empty(0),
-                exp_avg=exp_avg,
-                exp_avg_sq=exp_avg_sq,
+                layout,
+                start + first,
+                master,
+                master.new_empty(0),
+                *averages,
                 decays=decays,
                 links=links,
                 store=store,

@@ -72,10 +72,22 @@ class _StreamLink:
         return self._stream.run(copy)
 
 
-class _InThread:
-    def __init__(self) -> None:
+class InThread:
+    """Work that a thread does: a `Transfer`."""
+
+    def __init__(self, work: Copy) -> None:
+        self._work: Copy | None = work
         self.ended = threading.Event()
         self.fault: BaseException | None = None
+
+    def run(self) -> None:
+        """In the thread, before it sets `ended`; what was worked on is then held no longer."""
+        assert self._work is not None
+        try:
+            self._work()
+        except BaseException as error:
+            self.fault = error
+        self._work = None
 
     def wait(self) -> None:
         self.ended.wait()
@@ -90,25 +102,20 @@ class _SlowLink:
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
-        self._jobs: queue.SimpleQueue[tuple[Copy, int, _InThread]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[InThread, int]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="link").start()
 
     def begin(self, copy: Copy, num_bytes: int) -> Transfer:
-        transfer = _InThread()
-        self._jobs.put((copy, num_bytes, transfer))
+        transfer = InThread(copy)
+        self._jobs.put((transfer, num_bytes))
         return transfer
 
     def _run(self) -> None:
         free = 0.0
         while True:
-            copy, num_bytes, transfer = self._jobs.get()
+            transfer, num_bytes = self._jobs.get()
             free = max(free, time.perf_counter()) + num_bytes / self._bytes_per_second
-            try:
-                copy()
-            except BaseException as error:
-                transfer.fault = error
-            # Until the next job comes, nothing here may hold what was copied.
-            del copy
+            transfer.run()
             time.sleep(max(0.0, free - time.perf_counter()))
             transfer.ended.set()
 

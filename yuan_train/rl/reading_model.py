@@ -22,14 +22,14 @@ from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import sum_over_world
 from yuan_train.rl.experience import RowFeed, Rows, make_score_rows
-from yuan_train.rl.losses import TokenScores, places
+from yuan_train.rl.losses import Numbers, TokenRecorder, last_values, log_probs_at
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.build import DTYPES
 from yuan_train.train.objective import Targets
 from yuan_train.train.step import Trainer
 
 
-def find_reward_model(run: RLConfig, tokenizer: Tokenizer | None) -> Checkpoint | None:
+def find_reading_model(run: RLConfig, tokenizer: Tokenizer | None) -> Checkpoint | None:
     """The checkpoint of `reward.model` or `reward.teacher`, or None. Raises CheckpointError if it cannot read
     the answers."""
     if run.reward.reader is None:
@@ -66,7 +66,7 @@ def find_reward_model(run: RLConfig, tokenizer: Tokenizer | None) -> Checkpoint 
     return found
 
 
-class RewardModel:
+class ReadingModel:
     """Reads answers; every rank calls the same, at the same time."""
 
     def __init__(self, checkpoint: Checkpoint, run: RLConfig, trainer: Trainer) -> None:
@@ -93,26 +93,22 @@ class RewardModel:
         if not sequences:
             return []
         rows = make_score_rows(sequences, length=self._length, packed=self._packed)
-        place_RS = rows.place.to(self._trainer.device.torch)
-        return self._read(rows, LastValues(place_RS, len(sequences))).tolist()
+        return self._read(rows, len(sequences), last_values).tolist()
 
     def log_probs(self, batches: Sequence[Rows], counts: Sequence[int]) -> Tensor:
         """Of a teacher, the log-probability of each token of some batches of rows, of so many each: fp64 [N]
         on the host."""
-        device, temperature = self._trainer.device.torch, self._temperature
-        return torch.cat(
-            [
-                self._read(rows, TokenScores(rows.place.to(device), count, temperature=temperature))
-                for rows, count in zip(batches, counts, strict=True)
-            ]
-        )
+        numbers = log_probs_at(self._temperature)
+        pairs = zip(batches, counts, strict=True)
+        return torch.cat([self._read(rows, count, numbers) for rows, count in pairs])
 
-    def _read(self, rows: Rows, recorder: LastValues | TokenScores) -> Tensor:
+    def _read(self, rows: Rows, count: int, numbers: Numbers) -> Tensor:
         """What is recorded of rows, each read by one rank; on all of them."""
         feed = RowFeed(micro_batch_size=self._rows, device=CPU)
         feed.use(rows, first=0)
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         device = self._trainer.device.torch
+        recorder = TokenRecorder(rows.place.to(device), count, numbers)
         self._model.to(device)
         with torch.no_grad():
             for number in range(rank, -(-rows.count // self._rows), num_ranks):
@@ -125,25 +121,6 @@ class RewardModel:
         runtime = self._trainer.runtime
         sum_over_world(runtime.groups, runtime.coord, recorder.scores, "the sum of a reading model's scores")
         return recorder.scores
-
-
-class LastValues:
-    """Records the value at the last token of each sequence, for a forward pass; its loss is 0.
-
-    `scores` fp64 [N] on the host: those that this rank has seen, else 0.
-    """
-
-    def __init__(self, place_RS: Tensor, count: int) -> None:
-        self._place_RS = place_RS
-        self.scores = torch.zeros(count, dtype=torch.float64)
-
-    def total(
-        self, model: Transformer, hidden_BSH: Tensor, targets: Targets, *, gradient_scale: float
-    ) -> Tensor:
-        """Record; returns 0."""
-        place_BS, mask_BS = places(self._place_RS, targets)
-        self.scores[place_BS[mask_BS].cpu()] = model.scores(hidden_BSH[mask_BS]).double().cpu()
-        return hidden_BSH.new_zeros((), dtype=torch.float64)
 
 
 def score_error(scores: Sequence[float]) -> str | None:
