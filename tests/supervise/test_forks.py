@@ -17,8 +17,11 @@ import pytest
 
 from tests.support.spawn import spawn
 from yuan_train.config.errors import TrainingError
+from yuan_train.config.plan import Node
+from yuan_train.supervise import launched
 from yuan_train.supervise.forks import Forked, Nursery
 from yuan_train.supervise.launched import RANK_MODULES
+from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 
 LOOK = """
 import json, os, runpy, signal, sys
@@ -87,6 +90,21 @@ def test_a_forked_rank_is_as_one_that_was_started(command: str) -> None:
 def test_what_ranks_import_is_there(command: str) -> None:
     for name in RANK_MODULES[command]:
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_ends_a_launcher_that_imports_is_heard(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """There is no rank yet that could hear it; the other nodes, whose ranks would wait, are told."""
+    told: list[str] = []
+    monkeypatch.setattr(NodeFaults, "tell", lambda _, text, *__, **___: told.append(text))
+    monkeypatch.setattr(launched, "import_modules", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(launched, "fork", None)
+    faults = NodeFaults("b", (1,), 2, ("127.0.0.1", 1))
+    with pytest.raises((TrainingError, KeyboardInterrupt)), telling_other_nodes(lambda: faults):
+        launched.start_ranks(Node("b", (1,)), ["train"], world_size=2, address=faults.address)
+    (text,) = told
+    assert text.startswith("interrupted" if number == signal.SIGINT else "b was ended by SIGTERM before")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 # --- nurseries, each beside a process without threads ----------------------------------------------------

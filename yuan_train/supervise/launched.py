@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import IO
 
-from yuan_train.config.errors import CAUSE, INTERRUPTED
+from yuan_train.config.errors import CAUSE, INTERRUPTED, TrainingError
 from yuan_train.config.plan import Node
 from yuan_train.parallel.environment import (
     TOLD,
@@ -82,18 +82,22 @@ def start_ranks(
     rendezvous, host and port. The ranks get SIGTERM and SIGUSR1 that this process gets. A rank of `spare`
     that fails once its links stand leaves the others as they are. A rank that is stopped for longer than
     `timeout_seconds`, in which the others give it up, is killed: it would never hear of the end.
+
+    Raises TrainingError if this process gets SIGTERM before it has started one.
     """
     children: list[_Child] = []
     faults = NodeFaults(node.name, node.ranks, world_size, address)
 
     def forward_signal(signum: int, frame: object) -> None:
+        if not children:
+            raise TrainingError(f"{node.name} was ended by {signal.Signals(signum).name} before it had ranks")
         for child in children:
             _send_signal(child, signum)
 
-    import_modules(RANK_MODULES.get(command[0], ("torch",)), _own_defaults(node))
     told = tempfile.TemporaryDirectory(prefix="yuan-train-")
     previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward_signal)}
     try:
+        import_modules(RANK_MODULES.get(command[0], ("torch",)), _own_defaults(node))
         for local_rank, rank in enumerate(node.ranks):
             environment = _environment(node, rank, local_rank, world_size, *address)
             environment[TOLD] = told.name
@@ -110,7 +114,7 @@ def start_ranks(
         )
     except KeyboardInterrupt:
         _interrupt(children)
-        if not all(has_told(told.name, child.rank, "tells") for child in children):
+        if not children or not all(has_told(told.name, child.rank, "tells") for child in children):
             faults.tell("interrupted (Ctrl-C)", INTERRUPTED)
         raise
     finally:
