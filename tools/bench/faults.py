@@ -290,8 +290,7 @@ def make_fault(folder: Path, chance: random.Random, kinds: Mapping[str, MakeFaul
     _await(lambda: steps_done(folder) >= before + QUIET or None, 2 * LIMIT)
     time.sleep(chance.uniform(0.0, 2.0))
     kind = chance.choice(list(kinds))
-    # One that waits to be let in has no ranks.
-    node = chance.choice([node for node in CARDS if ranks_of(node, folder)])
+    node = chance.choice([node for node in CARDS if _has_ranks(node, folder)])
     noted, starts, began = len(entries(folder)), len(_starts(folder)), time.monotonic()
     kinds[kind](folder, node, chance)
     (folder / f"down-{node}").unlink(missing_ok=True)
@@ -310,6 +309,14 @@ def make_fault(folder: Path, chance: random.Random, kinds: Mapping[str, MakeFaul
         is_named=not told or any(word in entry.reason for entry in told for word in _names_of(node)),
         said=told[0].reason if told else "",
     )
+
+
+def _has_ranks(node: str, folder: Path) -> bool:
+    """Whether a node takes part: it may wait to be let in, or for its agent."""
+    try:
+        return bool(ranks_of(node, folder))
+    except AssertionError:
+        return False
 
 
 def _names_of(node: str) -> tuple[str, ...]:
