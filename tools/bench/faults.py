@@ -290,7 +290,7 @@ def make_fault(folder: Path, chance: random.Random, kinds: Mapping[str, MakeFaul
     _await(lambda: steps_done(folder) >= before + QUIET or None, 2 * LIMIT)
     time.sleep(chance.uniform(0.0, 2.0))
     kind = chance.choice(list(kinds))
-    node = chance.choice([node for node in CARDS if _has_ranks(node, folder)])
+    node = chance.choice(_await(lambda: [name for name in CARDS if _has_ranks(name, folder)] or None, LIMIT))
     noted, starts, began = len(entries(folder)), len(_starts(folder)), time.monotonic()
     kinds[kind](folder, node, chance)
     (folder / f"down-{node}").unlink(missing_ok=True)
