@@ -124,6 +124,7 @@ class FakeRound:
         self.orders: list[Any] = []
         self.moves: list[Any] = []
         self.stopped = ""
+        self.gone: tuple[str, ...] = ()
         self.done = {0: Done(0), 1: Done(0, leaves=True)}
 
     def all_done(self) -> dict[int, Done]:
@@ -131,6 +132,9 @@ class FakeRound:
 
     def stop_reason(self) -> None:
         return None
+
+    def lost(self) -> tuple[str, ...]:
+        return self.gone
 
     def remaining(self, done: Any) -> tuple[str, ...]:
         return ()
@@ -335,3 +339,19 @@ def test_a_damaged_log_stops_no_lead(
     lead.look_around()
     assert planner.asked[-1] == {"card/0": 1.0, "card/1": 3.0}
     assert len(round_of(lead).moves) == 1
+
+
+def test_a_start_of_which_an_agent_is_lost_is_ended(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks would be waited for as slow ones; once there are steps, the others notice it themselves."""
+    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.5), FakeRoom(), monkeypatch)
+    lead.look_around()
+    assert not stopped(lead)
+    round_of(lead).gone = ("another",)
+    lead.look_around()
+    assert stopped(lead) == "its agent was lost before the first step"
+    round_of(lead).stopped = ""
+    write_lines(tmp_path, lines(2, 3, 0.0, 0))
+    lead.look_around()
+    assert not stopped(lead)

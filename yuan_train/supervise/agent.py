@@ -442,6 +442,7 @@ class Lead:
             # The ranks strike out of the log what they make again.
             self._first_step = min(self._first_step, step)
             if not self._has_stepped:
+                self._stop_without_lost()
                 return
             self._room.remember("move_seconds", time.monotonic() - self._began)
         waiting = self._room.waiting(self._job.nodes, self._nodes)
@@ -452,6 +453,12 @@ class Lead:
             self._look_for_move(self._asked)
         elif self._plan is not None:
             self._weigh_pace(self._plan)
+
+    def _stop_without_lost(self) -> None:
+        """End a start of which an agent is lost: before ranks have met, they wait for those of a node that is
+        gone as for slow ones, and nobody tells them."""
+        if self._round.lost() and self._round.stop_reason() is None:
+            self._stop("its agent was lost before the first step")
 
     def judge(self) -> None:
         """When this agent's ranks have ended: say what comes next."""
