@@ -86,10 +86,11 @@ def _run(words: Sequence[str], environment: Mapping[str, str], output: Output, p
     _take_over(output)
     line = [sys.executable, "-m", "yuan_train", *words]
     own = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    # What is its own comes first, for there may be no room for all.
     _set_environment(environment)
     _show_as(line, own | dict(environment))
     threads = environment.get(THREADS, "").partition(",")[0]
-    if threads.isdigit() and "torch" in sys.modules:
+    if threads.isdigit() and int(threads) and "torch" in sys.modules:
         # The libraries have read the variable when they were loaded, which was before it was set.
         importlib.import_module("torch").set_num_threads(int(threads))
     if os.getcwd() not in sys.path:
@@ -104,7 +105,11 @@ def _take_over(output: Output) -> None:
     for file, own in ((empty, 0), (output.stdout, 1), (output.stderr, 2)):
         if file is not None:
             os.dup2(file, own)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    # One by one: of a container there may be a thousand million numbers, which old kernels close in turn.
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2:
+            with suppress(OSError):
+                os.close(number)
     # The parent's may be other files, as under a test that reads what is printed.
     by_line = 1 if os.environ.get("PYTHONUNBUFFERED") else -1
     sys.stdin = os.fdopen(0, closefd=False)
