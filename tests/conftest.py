@@ -1,5 +1,8 @@
 """What all tests share."""
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +19,15 @@ LONGEST = ("test_gpu_day.py", "test_pages.py", "test_plans.py", "test_tiers.py",
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests; the others stay in their order."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture(autouse=True)
+def leaves_signals() -> Iterator[None]:
+    """Whoever takes signals gives them back: else a later test would be heard by this one's."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before

@@ -18,6 +18,7 @@ from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl_plan import names_rl_plan
+from yuan_train.config.signals import hearing
 from yuan_train.parallel.environment import is_rank_of_several, set_rank_defaults
 from yuan_train.supervise.node_faults import telling_other_nodes
 
@@ -255,9 +256,5 @@ def _stopping() -> Iterator[list[bool]]:
             if not left[0]:
                 raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with hearing({signal.SIGTERM: request_stop, signal.SIGINT: request_stop}):
         yield stop_requested
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

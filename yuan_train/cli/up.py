@@ -24,6 +24,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import dump_plain, write_text
 from yuan_train.config.model import STATE, load_model, locate_model
 from yuan_train.config.plan import PROCESSOR, is_real_card
+from yuan_train.config.signals import hearing
 from yuan_train.data.indexed import IndexedDataset, idx_path, strip_suffix
 from yuan_train.data.text import LINE_SUFFIXES, PARQUET_SUFFIX
 from yuan_train.machine.hosts import RemoteHost, parse_hosts
@@ -224,14 +225,12 @@ def _take(step: UpStep, journal: _Journal, number: str, began: float, *, done: b
 def _call(command: Sequence[str]) -> int:
     """Run a command to its end; a terminal's Ctrl-C reaches it too, and SIGTERM is passed on."""
     process = subprocess.Popen(command)
-    previous = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.wait()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with hearing({signal.SIGTERM: lambda *_: process.terminate()}):
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
     return code if code >= 0 else 1
 
 

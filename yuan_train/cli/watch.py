@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.show import add_run_options
+from yuan_train.config.signals import hearing
 
 if TYPE_CHECKING:
     from yuan_train.report.run_log import RunReader
@@ -61,38 +62,42 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--port {arguments.port}: cannot be opened: {error}; give another, or 0 for any free one"
         ) from None
-    print(f"http://127.0.0.1:{server.server_port}/ shows {folder}; Ctrl-C ends it", flush=True)
-    for number in (signal.SIGINT, signal.SIGTERM):
+
+    def end(*_: object) -> None:
         # From a thread: `shutdown` waits for the loop that the signal has interrupted.
-        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
-    with server:
+        threading.Thread(target=server.shutdown, daemon=True).start()
+
+    with server, hearing({signal.SIGINT: end, signal.SIGTERM: end}):
+        print(f"http://127.0.0.1:{server.server_port}/ shows {folder}; Ctrl-C ends it", flush=True)
         server.serve_forever()
     return 0
 
 
 def _show_again(reader: RunReader) -> int:
     """Print what `show` prints, over itself every REFRESH_SECONDS, until SIGINT or SIGTERM."""
+    ended = threading.Event()
+    with hearing(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda *_: ended.set())):
+        while not ended.is_set():
+            _show(reader)
+            ended.wait(REFRESH_SECONDS)
+    return 0
+
+
+def _show(reader: RunReader) -> None:
+    """Print what `show` prints, over itself in a terminal."""
     from yuan_train.config.errors import ConfigError
     from yuan_train.report.run_page import run_lines
 
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    while True:
-        try:
-            lines = run_lines(reader.read())
-        except ConfigError as error:
-            lines = [str(error)]
-        if sys.stdout.isatty():
-            size = shutil.get_terminal_size()
-            print(
-                "\x1b[H\x1b[2J" + "\n".join(line[: size.columns] for line in lines[: size.lines - 1]),
-                flush=True,
-            )
-        else:
-            print("\n".join(lines), end="\n\n", flush=True)
-        if ended.wait(REFRESH_SECONDS):
-            return 0
+    try:
+        lines = run_lines(reader.read())
+    except ConfigError as error:
+        lines = [str(error)]
+    if sys.stdout.isatty():
+        size = shutil.get_terminal_size()
+        cut = [line[: size.columns] for line in lines[: size.lines - 1]]
+        print("\x1b[H\x1b[2J" + "\n".join(cut), flush=True)
+    else:
+        print("\n".join(lines), end="\n\n", flush=True)
 
 
 class _Page:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from yuan_train.config.errors import INTERRUPTED, ConfigError
+from yuan_train.config.signals import hearing
 from yuan_train.machine.agent import END, HELLO, INTERRUPT, TERMINATE
 from yuan_train.machine.hosts import RemoteHost
 
@@ -169,20 +170,17 @@ def run_together(tasks: Sequence[Task]) -> int:
     """
     ways: list[_Way] = []
     printer = _Printer(task.host.address for task in tasks)
-    previous = signal.signal(signal.SIGTERM, lambda *_: _tell(ways, TERMINATE))
-    try:
-        for task in tasks:
-            ways.append(_start(task, printer))
+    with hearing({signal.SIGTERM: lambda *_: _tell(ways, TERMINATE)}):
         try:
+            for task in tasks:
+                ways.append(_start(task, printer))
             culprit = _wait(ways)
         except KeyboardInterrupt:
             _interrupt(ways)
             raise
-        _cut(ways)
+        finally:
+            _cut(ways)
         return 0 if culprit is None else _report(culprit)
-    finally:
-        _cut(ways)
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _start(task: Task, printer: _Printer) -> _Way:

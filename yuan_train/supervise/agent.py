@@ -29,6 +29,7 @@ from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import load_plan, plan_digest, restart_reason
 from yuan_train.config.run import RunConfig, SuperviseConfig
+from yuan_train.config.signals import hearing
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.parallel.environment import NEXT_PLAN, free_port
 from yuan_train.report.journal import Event, Journal
@@ -256,14 +257,9 @@ def _hearing_signals() -> Iterator[_Signals]:
         if signals.waits:
             raise _Leaving
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
     # Its children are born deaf to what moves ranks, until they can hear it.
-    before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
+    with hearing({signal.SIGTERM: leave, signal.SIGINT: leave, signal.SIGUSR1: signal.SIG_IGN}):
         yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signals: _Signals) -> Ended | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from torch.distributed import TCPStore
 
 from yuan_train.config.errors import INTERRUPTED, ConfigError
+from yuan_train.config.signals import hearing
 from yuan_train.supervise.room import halt, note_end, read_end
 
 logger = logging.getLogger(__name__)
@@ -101,12 +102,8 @@ def _stopping() -> Iterator[list[int]]:
     def ask(signum: int, frame: object) -> None:
         asked[0] = signum
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with hearing({signal.SIGTERM: ask, signal.SIGINT: ask}):
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(agents: Sequence[_Agent]) -> None:

@@ -9,12 +9,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import IO
 
 from yuan_train.config.errors import CAUSE, INTERRUPTED, TrainingError
 from yuan_train.config.plan import Node
+from yuan_train.config.signals import hearing
 from yuan_train.parallel.environment import (
     TOLD,
     count_cores,
@@ -95,7 +97,8 @@ def start_ranks(
             _send_signal(child, signum)
 
     told = tempfile.TemporaryDirectory(prefix="yuan-train-")
-    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, forward_signal)}
+    heard = ExitStack()
+    heard.enter_context(hearing({signal.SIGTERM: forward_signal}))
     try:
         import_modules(RANK_MODULES.get(command[0], ("torch",)), _own_defaults(node))
         for local_rank, rank in enumerate(node.ranks):
@@ -104,7 +107,7 @@ def start_ranks(
             speaks = rank == (speaker if speaker in node.ranks else node.ranks[0])
             children.append(_start_rank(command, rank, environment, inherits_output=speaks))
         # Only now: ranks are born deaf to it if this process is, until they can hear it.
-        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, forward_signal)
+        heard.enter_context(hearing({signal.SIGUSR1: forward_signal}))
         patience = timeout_seconds + STOPPED_SECONDS
         return _wait(
             children,
@@ -120,8 +123,7 @@ def start_ranks(
     finally:
         _kill(children)
         told.cleanup()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        heard.close()
         for child in children:
             if child.output is not None:
                 child.output.close()

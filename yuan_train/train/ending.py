@@ -29,6 +29,7 @@ from yuan_train.config.errors import (
     mark_as_said,
     say,
 )
+from yuan_train.config.signals import hearing
 from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import (
@@ -234,15 +235,9 @@ def stop_on_sigterm(tell: Callable[[], None] | None = None) -> Iterator[StopRequ
     def request_move(signum: int, frame: object) -> None:
         request.moves = True
 
-    handlers = {signal.SIGTERM: request_stop} | (
-        {signal.SIGUSR1: request_move} if NEXT_PLAN in os.environ else {}
-    )
-    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
+    moves = {signal.SIGUSR1: request_move} if NEXT_PLAN in os.environ else {}
+    with hearing({signal.SIGTERM: request_stop, **moves}):
         yield request
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -345,11 +340,8 @@ def _deaf_to_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with hearing({signal.SIGINT: signal.SIG_IGN}):
         yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 def _say_own(error: BaseException) -> None:
