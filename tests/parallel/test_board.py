@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -186,3 +188,29 @@ def test_the_roll_call_ends_once_all_but_the_ended_rank_have_answered(
     assert last is None
     for error in found:
         assert str(error).startswith("rank 2 (n/2 on ") and "does not answer" in str(error), error
+
+
+HOLD = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), None, True, wait_for_workers=False)
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_holder_of_the_store_that_was_stopped_for_a_while_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has heard the roll call; once it goes on, nobody is silent any more."""
+    monkeypatch.setattr(board_module, "ROLL_CALL_SECONDS", 0.5)
+    port = free_port()
+    words = [sys.executable, "-c", HOLD, str(port)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"here\n"
+        board = Board(meeting_of(1, 2, port), "n/1", seconds=30)
+        os.kill(holder.pid, signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (holder.pid, signal.SIGCONT)).start()
+        fault = board.accuse("one of ranks 0, 1 is gone or stuck")
+        board.close()
+        holder.kill()
+    assert fault is not None and fault.where == "rank 0"
+    assert fault.text.startswith("does not answer at the ranks' meeting point")

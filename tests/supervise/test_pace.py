@@ -112,6 +112,12 @@ class FakeRoom:
     def waiting(self, nodes: Sequence[str], members: Sequence[str]) -> tuple[str, ...]:
         return ()
 
+    def tokens(self, waiting: Sequence[str]) -> tuple[str, ...]:
+        return tuple(waiting)
+
+    def seat(self, tokens: Sequence[str]) -> None:
+        pass
+
     def is_halted(self) -> bool:
         return False
 
@@ -272,7 +278,7 @@ def test_what_the_processes_cannot_become_takes_a_restart(
     assert round_of(lead).moves and not stopped(lead)
     round_of(lead).done = {0: Done(0, obstacle="no room"), 1: Done(0)}
     lead.judge()
-    assert stopped(lead) == "{'again': True}"
+    assert stopped(lead) == "Verdict(again=True, stay=())"
     lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
     moved = read_entries(folder / "log")[0][-1]
     assert moved.event == "moved" and moved.reason.endswith("; by a restart, for no room")
@@ -306,7 +312,9 @@ def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
     room = FakeRoom()
     lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
     lead.judge()
-    assert room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "{'again': True}"
+    assert (
+        room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "Verdict(again=True, stay=())"
+    )
     # A rank that is lost while the others save is told too.
     round_of(lead).done = {0: Done(1, "rank 0: is gone"), 1: Done(0, leaves=True)}
     lead.judge()

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from yuan_train.parallel.environment import free_port
 from yuan_train.supervise import room as rooms
-from yuan_train.supervise.room import Agent, Done, Room, Round, note_end, open_store
+from yuan_train.supervise.room import Agent, Done, Ended, Room, Round, Verdict, note_end, open_store
 
 HOST = "127.0.0.1"
 
@@ -26,6 +26,7 @@ class Met:
     round: Round
     lead: str
     other: str
+    others: Round
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[Met]:
         rounds = list(threads.map(_enter, found, "ab"))
         assert [set(members) for members in threads.map(Round.members, rounds) if members] == [{"a", "b"}] * 2
     first = 0 if rounds[0].leads else 1
-    yield Met(store, found[first], rounds[first], "ab"[first], "ba"[first])
+    yield Met(store, found[first], rounds[first], "ab"[first], "ba"[first], rounds[1 - first])
 
 
 def _enter(room: Room, name: str) -> Round:
@@ -83,3 +84,47 @@ def test_who_is_expected_is_waited_for_and_nobody_else() -> None:
 def test_who_remains_is_expected(met: Met) -> None:
     assert met.round.remaining({0: Done(0), 1: Done(0)}) == (met.lead, met.other)
     assert met.round.remaining({0: Done(0), 1: Done(0, leaves=True)}) == (met.lead,)
+
+
+def test_who_stays_needs_no_other_meeting(met: Met) -> None:
+    """The next round has them, in their order, with what they say anew; all others meet."""
+    ports = {met.lead: 2, met.other: 3}
+    for stay in ((met.lead, met.other), (met.other,), ()):
+        met.round.judge(Verdict(again=True, stay=stay))
+        assert met.round.verdict() == met.others.verdict()
+        rounds = {
+            name: own.next(Agent(name, name, HOST, ports[name]))
+            for name, own in ((met.lead, met.round), (met.other, met.others))
+        }
+        assert {name for name, found in rounds.items() if found is not None} == set(stay)
+        for found in filter(None, rounds.values()):
+            agents = found.members() or {}
+            assert list(agents) == list(stay) and all(agents[name].port == ports[name] for name in stay)
+            assert found.leads == (found is rounds[stay[0]]) and not found.has_verdict()
+
+
+def test_who_waits_gets_a_seat_beside_those_who_stay() -> None:
+    """Without another meeting: it waits in torch's, and comes out of it into the round that is next."""
+    port = free_port(HOST)
+    store = open_store(HOST, port)
+    rooms_of = {name: Room((HOST, port), name, nodes=3, grace=0.1) for name in "abc"}
+    with ThreadPoolExecutor() as threads:
+        first = _enter(rooms_of["a"], "a")
+        waits = threads.submit(_enter, rooms_of["b"], "b")
+        while rooms_of["a"].waiting("abc", "a") != ("b",):
+            assert not waits.done()
+        assert list(first.members() or ()) == ["a"]
+        first.judge(Verdict(again=True, stay=("a", *rooms_of["a"].tokens("b"))))
+        rooms_of["a"].seat(["b"])
+        assert first.verdict() is not None
+        second = first.next(Agent("a", "a", HOST, 1))
+        assert second is not None and second.leads and not waits.result().leads
+        assert list(second.members() or ()) == list(waits.result().members() or ()) == ["a", "b"]
+        # It is one of them for torch, too: others wait, and it does not.
+        third = threads.submit(_enter, rooms_of["c"], "c")
+        while rooms_of["b"].waiting("abc", "ab") != ("c",):
+            assert not third.done()
+        rooms_of["b"].end(Ended(0, "all is done"))
+        with pytest.raises(AssertionError):
+            third.result()
+    del store

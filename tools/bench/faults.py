@@ -97,7 +97,13 @@ def campaign(faults: int, seed: int) -> Iterator[Row]:
 def a_minute(faults: int, seed: int) -> Iterator[Row]:
     """The same with a fault every minute: which part of the time is left for new steps."""
     yield from _campaign(
-        KINDS, faults, random.Random(seed), f"checkpoint.every={SELDOM}", "train.timeout=5 s", apart=MINUTE
+        KINDS,
+        faults,
+        random.Random(seed),
+        f"checkpoint.every={SELDOM}",
+        "train.timeout=3 s",
+        "checkpoint.asynchronous=true",
+        apart=MINUTE,
     )
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from functools import cache
 from typing import TYPE_CHECKING
 
 from yuan_train.config.cluster import Cluster, load_cluster
@@ -129,10 +130,15 @@ def _job(
         gone = {name: None for name in cluster.groups if name not in here}
         return problem_of(run_config, with_nodes(cluster, gone), profile)
 
-    def find_plan(here: Sequence[str], pace: Pace) -> Plan:
+    # A move is weighed with the plan that it then is, and a node that comes back is one that was there.
+    @cache
+    def find(here: tuple[str, ...], pace: tuple[tuple[str, float], ...]) -> Plan:
         search, size = run_config.feasible_search, run_config.train.micro_batch_size
         copies = run_config.host_copies
-        return plan_at_pace(problem_here(here), pace, search, micro_batch_size=size, copies=copies)
+        return plan_at_pace(problem_here(here), dict(pace), search, micro_batch_size=size, copies=copies)
+
+    def find_plan(here: Sequence[str], pace: Pace) -> Plan:
+        return find(tuple(here), tuple(sorted(pace.items())))
 
     def price_plan(plan: Plan, here: Sequence[str], pace: Pace) -> float:
         return step_at_pace(problem_here(here), pace, plan)

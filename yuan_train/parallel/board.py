@@ -426,8 +426,12 @@ class Board:
         """
         mine, is_first = self.name(self.meeting.rank), True
         if not self._is_gone():
+            began = time.monotonic()
             with suppress(RuntimeError):
                 is_first = self._own.compare_set("lost", "", mine) == mine.encode()
+            if time.monotonic() > began + ROLL_CALL_SECONDS:
+                # What was stopped with the store goes on with it, and would answer.
+                return self._write(self.unanswered())
         # If the first one is ended meanwhile, another one counts.
         end = time.monotonic() + ROLL_CALL_SECONDS * (1 if is_first else 1.5)
         silent: list[int] = []

@@ -36,7 +36,17 @@ from yuan_train.report.journal import Event, Journal
 from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
 from yuan_train.report.steps import Line, checked, is_timed, parse_line
 from yuan_train.supervise.forks import Nursery
-from yuan_train.supervise.room import POLL_SECONDS, Agent, Directive, Done, Ended, Room, Round, lost_store
+from yuan_train.supervise.room import (
+    POLL_SECONDS,
+    Agent,
+    Directive,
+    Done,
+    Ended,
+    Room,
+    Round,
+    Verdict,
+    lost_store,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +172,10 @@ logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
 """In which ranks save and end once the store is gone."""
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 0.5
 """Between two looks at the log, and at who waits."""
-TAIL_BYTES = 1 << 18
+TAIL_BYTES, TAIL_LINES = 1 << 16, 200
+"""Of the log: what is read of its end first, and how many lines are wanted; those of many ranks are long."""
 MOST_NAMED = 4
 """Cards in one sentence."""
 LINES_READ = 10
@@ -224,12 +235,13 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
     # Torch orders participants by it: the cluster's first node that is here leads.
     token = f"{job.nodes.index(node):06d} {uuid.uuid4().hex}"
     room = Room(address, token, nodes=len(job.nodes), grace=job.run.supervise.grace)
+    current: Round | None = None
     with _hearing_signals() as signals:
         try:
             while True:
                 signals.waits = True
                 agent = Agent(node, token, room.address(), free_port(room.address()))
-                current = room.enter(agent)
+                current = (current and current.next(agent)) or room.enter(agent)
                 signals.waits = False
                 ended = room.ended() if current is None else _take_part(job, room, current, agent, signals)
                 if ended is not None:
@@ -289,7 +301,7 @@ def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signal
             if done.fault:
                 room.remember("why", done.fault)
         room.forget(current.lost())
-        return None if verdict is None or verdict["again"] else room.ended()
+        return None if verdict is None or verdict.again else room.ended()
     finally:
         beating.set()
 
@@ -459,13 +471,16 @@ class Lead:
     def judge(self) -> None:
         """When this agent's ranks have ended: say what comes next."""
         done = self._round.all_done()
-        ended = self._outcome(done)
-        self._room.expect(self._round.remaining(done))
+        ended, remaining = self._outcome(done), self._round.remaining(done)
+        self._room.expect(remaining)
         if ended is not None:
             event = "gave_up" if ended.code else "finished" if ended.reason.startswith("all") else "stopped"
             self._note(event, ended.reason, None, None, None)
             self._room.end(ended)
-        self._round.judge({"again": ended is None})
+        waiting = () if ended is not None else self._room.waiting(self._job.nodes, self._nodes)
+        came = self._room.tokens(waiting)
+        self._round.judge(Verdict(again=ended is None, stay=(*remaining, *came)))
+        self._room.seat(came)
 
     def _plan_again(self, path: Path, text: str | None) -> Plan:
         """The plan of these nodes: the one that they had, or the fastest."""
@@ -656,11 +671,14 @@ def _last_lines(run: RunConfig) -> list[Line]:
     """The last whole lines of metrics.jsonl; what is damaged of them is left out."""
     try:
         with (Path(run.log.directory or "") / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            lines = file.read().split(b"\n")
+            size, length, lines = file.seek(0, 2), TAIL_BYTES, list[bytes]()
+            while len(lines) <= TAIL_LINES and length < 4 * size + TAIL_BYTES:
+                file.seek(max(0, size - length))
+                lines, length = file.read().split(b"\n"), 4 * length
     except OSError:
         return []
-    return [checked(line) for text in lines if (line := parse_line(text)) is not None and is_timed(line)]
+    found = map(parse_line, lines[-TAIL_LINES - 1 :])
+    return [checked(line) for line in found if line is not None and is_timed(line)]
 
 
 def _beside_each_other(pace: Pace) -> dict[str, float]:

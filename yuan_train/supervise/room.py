@@ -50,7 +50,9 @@ BEATS_MISSED = 4
 GONE_SECONDS = 1.0
 """Without a heartbeat, in which an agent whose end was seen is taken to be gone: an ssh connection may break
 while what it has started lives."""
-FORGET_TRIES = 20
+DOUBTED_SECONDS = 3.0
+"""The same once ranks have failed: a node that is stopped or cut off took its agent with it."""
+TRIES = 20
 """To change torch's state of the rendezvous, which others change too."""
 FOREVER = timedelta(days=3650)
 STORE_SECONDS = 20.0
@@ -96,6 +98,16 @@ class Done:
     """Whether the agent was told to go: its node takes part no more."""
     obstacle: str = ""
     """Why they did not go on under the plan of `Round.move`, if they have said so."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What comes after a round, as the lead says."""
+
+    again: bool
+    """Whether there is another one."""
+    stay: Sequence[str] = ()
+    """The tokens of agents that begin it without another meeting, by rank; none: all meet anew."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +162,10 @@ class Room:
             raise lost_store(error) from error
         finally:
             met.set()
-        return Round(self._store, dist.PrefixStore("round", info.store), info.rank, info.world_size, agent)
+        seat = _read(info.store, f"seat/{agent.token}")
+        if seat is not None:
+            return Round(self._store, info.store, agent=agent, **seat)
+        return Round(self._store, info.store, info.rank, info.world_size, agent)
 
     def expect(self, tokens: Sequence[str]) -> None:
         """Have the next round begin as soon as these agents are there, and whoever waits beside them."""
@@ -183,6 +198,22 @@ class Room:
         except RuntimeError as error:
             raise lost_store(error) from error
 
+    def tokens(self, waiting: Sequence[str]) -> tuple[str, ...]:
+        """Those of the agents that wait as these nodes."""
+        return tuple(self._store.get(f"waits/{node}").decode() for node in waiting)
+
+    def seat(self, tokens: Sequence[str]) -> None:
+        """Have torch count agents that wait, and that a round has seats for, among those that have met."""
+
+        def join(state: Any) -> bool:
+            joining = [entry for entry in state.wait_list if state.complete and entry.addr in tokens]
+            for entry in joining:
+                state.wait_list.remove(entry)
+                state.participants[entry] = max(state.participants.values(), default=-1) + 1
+            return bool(joining)
+
+        self._persist(join, tokens)
+
     def let_in(self, members: Sequence[str]) -> None:
         """Note that these wait no more."""
         for node in members:
@@ -197,9 +228,13 @@ class Room:
             state.last_heartbeats.update(dict.fromkeys(gone, datetime.min.replace(tzinfo=UTC)))
             return bool(gone)
 
+        self._persist(end_beats, tokens)
+
+    def _persist(self, change: Callable[[Any], bool], tokens: Sequence[str]) -> None:
+        """Change torch's state as far as it is about agents, until that holds."""
         with suppress(RendezvousConnectionError):
-            for _ in range(FORGET_TRIES if tokens else 0):
-                if self._change_state(end_beats) is not False:
+            for _ in range(TRIES if tokens else 0):
+                if self._change_state(change) is not False:
                     return
 
     def _change_state(self, change: Callable[[Any], bool]) -> bool | None:
@@ -236,15 +271,22 @@ class Room:
 
 
 class Round:
-    """A round of the rendezvous: some agents, one plan, one start of its ranks."""
+    """Agents that have met, one plan, one start of its ranks."""
 
-    def __init__(self, room: dist.Store, store: dist.Store, rank: int, size: int, agent: Agent) -> None:
-        """`room` is the store of all rounds, `store` this one's."""
-        self._room, self._store, self._rank, self._size = room, store, rank, size
+    def __init__(
+        self, room: dist.Store, meeting: dist.Store, rank: int, size: int, agent: Agent, number: int = 0
+    ) -> None:
+        """`room` is the store of all rounds, `meeting` that of one meeting, of which this is the round
+        `number`."""
+        self._room, self._meeting, self._rank, self._size = room, meeting, rank, size
+        self._number, self._verdict = number, Verdict(again=True)
+        store = self._store = dist.PrefixStore(f"round-{number}", meeting)
         self._agents: list[Agent] = []
         """By rank, once they have said who they are."""
         self._beats = {rank: (0, time.monotonic()) for rank in range(size)}
         """Of each agent the last beat that was new, and since when it is known."""
+        self._patience = BEAT_SECONDS * float(BEATS_MISSED)
+        """Without a beat, in which an agent is taken to be gone whose end nobody has seen."""
         store.set(f"node/{rank}", json.dumps(asdict(agent)))
 
     @property
@@ -310,7 +352,7 @@ class Round:
         if count != self._beats[rank][0]:
             self._beats[rank] = (count, now)
         is_gone = bool(self._agents) and self._room.check([f"gone/{self._agents[rank].node}"])
-        return now - self._beats[rank][1] <= (GONE_SECONDS if is_gone else BEAT_SECONDS * BEATS_MISSED)
+        return now - self._beats[rank][1] <= (GONE_SECONDS if is_gone else self._patience)
 
     def lost(self) -> tuple[str, ...]:
         """The tokens of agents that this one has found gone: as the lead of all, else of the lead."""
@@ -335,6 +377,8 @@ class Round:
     def tell(self, done: Done) -> None:
         """Say how this agent's ranks have ended."""
         self._store.set(f"done/{self._rank}", json.dumps(asdict(done)))
+        if done.fault:
+            self._patience = DOUBTED_SECONDS
 
     def any_done(self) -> bool:
         """Whether the ranks of some agent have ended."""
@@ -342,24 +386,41 @@ class Round:
 
     def all_done(self) -> dict[int, Done]:
         """How the ranks of the agents have ended; waits for those that live, which may be saving."""
-        missing = set(range(self._size))
-        while missing:
-            missing = {rank for rank in missing if not self._has(f"done/{rank}") and self._lives(rank)}
+        done: dict[int, Done] = {}
+        while True:
+            for rank in set(range(self._size)) - set(done):
+                if (values := _read(self._store, f"done/{rank}")) is not None:
+                    done[rank] = Done(**values)
+            if any(entry.fault for entry in done.values()):
+                self._patience = DOUBTED_SECONDS
+            if not any(self._lives(rank) for rank in range(self._size) if rank not in done):
+                return done
             time.sleep(POLL_SECONDS)
-        done = {rank: _read(self._store, f"done/{rank}") for rank in range(self._size)}
-        return {rank: Done(**values) for rank, values in done.items() if values is not None}
 
-    def judge(self, verdict: Mapping[str, Any]) -> None:
-        """As the lead: say what comes after this round."""
-        self._store.set("verdict", json.dumps(verdict))
+    def judge(self, verdict: Verdict) -> None:
+        """As the lead: say what comes after this round, with a seat for each who has not been in it."""
+        for rank, token in enumerate(verdict.stay):
+            if all(token != agent.token for agent in self._agents):
+                seat = {"rank": rank, "size": len(verdict.stay), "number": self._number + 1}
+                self._meeting.set(f"seat/{token}", json.dumps(seat))
+        self._store.set("verdict", json.dumps(asdict(verdict)))
 
-    def verdict(self) -> Mapping[str, Any] | None:
+    def verdict(self) -> Verdict | None:
         """What the lead says, once it has; None: it is gone."""
         while not self._has("verdict"):
             if self.is_abandoned():
                 return None
             time.sleep(POLL_SECONDS)
-        return _read(self._store, "verdict")
+        self._verdict = Verdict(**_read(self._store, "verdict"))
+        return self._verdict
+
+    def next(self, agent: Agent) -> Round | None:
+        """The next round of those who need no other meeting; None: this agent does."""
+        stay = list(self._verdict.stay)
+        if agent.token not in stay:
+            return None
+        rank, number = stay.index(agent.token), self._number + 1
+        return Round(self._room, self._meeting, rank, len(stay), agent, number)
 
     def has_verdict(self) -> bool:
         """Whether the round is over."""
