@@ -300,10 +300,10 @@ def make_fault(folder: Path, chance: random.Random, kinds: Mapping[str, MakeFaul
     noted, starts, began = len(entries(folder)), len(_starts(folder)), time.monotonic()
     kinds[kind](folder, node, chance)
     (folder / f"down-{node}").unlink(missing_ok=True)
-    # Whatever was under way has come to its end by then: a rank's line, or the launchers' ten seconds.
-    step = _last_step(folder)
     patience = 15.0 if kind == "a node is stopped" else LIMIT
     told = _await(lambda: entries(folder)[noted:] or None, patience) or []
+    # Whatever was under way has come to its end by then: a rank's line, or the launchers' ten seconds.
+    step = _last_step(folder)
     goes_on = _await(lambda: _last_step(folder) > step or None, LIMIT)
     told = entries(folder)[noted:]
     return Fault(

@@ -417,19 +417,20 @@ class Board:
         mine = self.name(self.meeting.rank) if where is None else where
         return self._write(Fault(self.meeting.rank, mine, text, exit_code, silent))
 
-    def accuse(self, text: str, *, ended: int | None = None) -> Fault | None:
+    def accuse(self, text: str, *, ended: int | None = None, asked: float | None = None) -> Fault | None:
         """Tell that this rank has lost another one, wait for the roll call, and return what ends the run.
 
         The ranks that do not answer are the culprits, whatever rank this one waited for: that one may have
         waited for another. A rank that tells a fault of its own meanwhile wins. Of `ended` the process is
-        known to have ended: once all others have answered, there is nothing to wait for.
+        known to have ended: once all others have answered, there is nothing to wait for. `asked`: when the
+        store was first asked about it, on the monotonic clock; None: now.
         """
         mine, is_first = self.name(self.meeting.rank), True
         if not self._is_gone():
-            began = time.monotonic()
+            asked = time.monotonic() if asked is None else asked
             with suppress(RuntimeError):
                 is_first = self._own.compare_set("lost", "", mine) == mine.encode()
-            if time.monotonic() > began + ROLL_CALL_SECONDS:
+            if time.monotonic() > asked + ROLL_CALL_SECONDS:
                 # What was stopped with the store goes on with it, and would answer.
                 return self._write(self.unanswered())
         # If the first one is ended meanwhile, another one counts.

@@ -129,13 +129,14 @@ class Ending:
         self._failed, self._exit_code = error, _code_of(error)
         self._end_after(TEARDOWN_SECONDS)
         # A rank that has lost another one may read why, and then says that alone.
-        cause = board.look() if isinstance(error, LostRank) else None
+        is_lost, asked = isinstance(error, LostRank), time.monotonic()
+        cause = board.look() if is_lost else None
         if cause is not None:
             mark_as_said(error)
         else:
             _say_own(error)
-            is_lost = isinstance(error, LostRank)
-            cause = board.accuse(_text(error)) if is_lost else board.report(_text(error), self._exit_code)
+            text, code = _text(error), self._exit_code
+            cause = board.accuse(text, asked=asked) if is_lost else board.report(text, code)
         self._has_told = True
         found = error
         if cause is not None and cause.text != _text(error):
