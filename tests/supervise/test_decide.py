@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from yuan_train.config.run import SuperviseConfig
 from yuan_train.report.journal import FILE, Journal, read_entries
+from yuan_train.supervise import agent as agents
 from yuan_train.supervise.agent import Start, repeats, weigh_move
+from yuan_train.supervise.room import Agent, Directive
 
 SETTINGS = SuperviseConfig(horizon=1000.0, gain=0.05)
 
@@ -58,3 +62,45 @@ def test_a_journal_outlives_damage(tmp_path: Path) -> None:
         ("finished", 9, []),
     ]
     assert read_entries(tmp_path / "nowhere")[0] == []
+
+
+class WaitingRanks:
+    """Ranks that wait for others, until they are asked to end."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def ask_to_end(self) -> None:
+        self.code = 1
+
+    def kill(self) -> None:
+        pass
+
+    def fault(self, node: str) -> str:
+        return "was ended"
+
+    def obstacle(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("has_ranks", [True, False])
+def test_a_start_without_its_lead_ends(monkeypatch: pytest.MonkeyPatch, has_ranks: bool) -> None:
+    """Ranks that have not met wait for those of the lead's node, and nobody else would tell them."""
+    looks = iter([False, False, True, True])
+    current: Any = SimpleNamespace(
+        stop_reason=lambda: None,
+        moved_order=lambda: None,
+        any_done=lambda: False,
+        has_verdict=lambda: False,
+        is_abandoned=lambda: next(looks),
+    )
+    room: Any = SimpleNamespace(is_halted=lambda: False)
+    monkeypatch.setattr(agents, "_start", lambda *_: WaitingRanks() if has_ranks else None)
+    monkeypatch.setattr(agents, "POLL_SECONDS", 0.0)
+    no_job: Any = None
+    one = Agent("b", "token", "127.0.0.1", 1)
+    done = agents._run_ranks(no_job, room, current, one, Directive("plan"), None, agents._Signals())
+    assert (done.code, done.fault) == ((1, "was ended") if has_ranks else (0, ""))

@@ -286,7 +286,7 @@ class Board:
         self._all.add("came", 1)
         # Counted first: whoever is not there when time is up has no name in the message for being late alone.
         self._all.set(f"counted/{self.meeting.rank}", "")
-        while self._all.add("came", 0) < world_size:
+        while self._count_come() < world_size:
             self._raise_fault()
             if time.monotonic() > end:
                 missing = [r for r in range(world_size) if not self._all.check([f"counted/{r}"])]
@@ -297,6 +297,12 @@ class Board:
                 )
             time.sleep(POLL_SECONDS)
         self._raise_fault()
+
+    def _count_come(self) -> int:
+        """How many ranks have come; 0 if the store does not answer, of which `look` says whether it is gone."""
+        with suppress(RuntimeError):
+            return self._all.add("came", 0)
+        return 0
 
     def _take_part(self) -> None:
         """Raise ConfigError, on all ranks, if another process is this rank already."""

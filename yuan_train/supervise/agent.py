@@ -322,11 +322,12 @@ def _run_ranks(
             if room.is_halted():
                 # Only ever set: a signal may come while the store is asked.
                 signals.leaves = True
-            if signals.leaves or current.stop_reason() is not None:
+            # Without a lead nobody ends a start whose ranks wait for those of a node that is gone.
+            if signals.leaves or current.stop_reason() is not None or current.is_abandoned():
                 if ranks is None:
                     return Done(0, leaves=signals.leaves)
                 ranks.ask_to_end()
-            elif ranks is None and (current.any_done() or current.has_verdict() or current.is_abandoned()):
+            elif ranks is None and (current.any_done() or current.has_verdict()):
                 return Done(0)
             elif lead is not None:
                 lead.look_around()
