@@ -299,7 +299,7 @@ class Board:
         self._raise_fault()
 
     def _count_come(self) -> int:
-        """How many ranks have come; 0 if the store does not answer, of which `look` says whether it is gone."""
+        """How many ranks have come; 0 if the store does not answer: `look` says whether it is gone."""
         with suppress(RuntimeError):
             return self._all.add("came", 0)
         return 0
