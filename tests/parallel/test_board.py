@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import pytest
 
@@ -186,3 +188,43 @@ def test_the_roll_call_ends_once_all_but_the_ended_rank_have_answered(
     assert last is None
     for error in found:
         assert str(error).startswith("rank 2 (n/2 on ") and "does not answer" in str(error), error
+
+
+@pytest.mark.parametrize(
+    ("pauses", "named"),
+    [
+        ({1: ("still", 5.0)}, "rank 1 (n/1 on HERE): stood still for 5.0 s: stopped by a signal"),
+        ({1: ("still", 5.0), 2: ("cut", 5.0)}, "rank 1 (n/1 on HERE): stood still for 5.0 s"),
+        (
+            {2: ("cut", 4.0)},
+            "rank 2 (n/2 on HERE): cut off from rank 0 (n/0 on HERE), rank 1 (n/1 on HERE) for",
+        ),
+        # It seems so to all others where the one at the store is.
+        (
+            {1: ("cut", 4.0), 2: ("cut", 5.0)},
+            "rank 0 (n/0 on HERE): cut off from rank 1 (n/1 on HERE), rank 2 (",
+        ),
+        ({1: ("still", 0.1)}, "rank 0 (n/0 on HERE): rank 2 is gone or stuck"),
+        ({}, "rank 0 (n/0 on HERE): rank 2 is gone or stuck"),
+    ],
+)
+def test_who_was_away_for_a_while_is_named_by_who_waited_for_another(
+    monkeypatch: pytest.MonkeyPatch, pauses: dict[int, tuple[Literal["still", "cut"], float]], named: str
+) -> None:
+    """All answer the roll call: what has stopped one, or cut it off, is over."""
+    monkeypatch.setattr(board_module, "ROLL_CALL_SECONDS", 1.0)
+
+    def find(board: Board) -> None:
+        rank = board.meeting.rank
+        if rank in pauses:
+            board.note_pause(*pauses[rank])
+        end = time.monotonic() + 30
+        fault = board.accuse("rank 2 is gone or stuck") if rank == 0 else None
+        while fault is None and time.monotonic() < end:
+            fault = board.look()
+            time.sleep(0.05)
+        assert fault is not None
+        raise fault.as_error()
+
+    for error in meet([find, find, find]):
+        assert str(error).startswith(named.replace("HERE", socket.gethostname())), error

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -47,6 +48,9 @@ PULSES_WATCHED = 4
 """Between two looks at those of others: by the first agent at all of them, by these at its own."""
 BEATS_MISSED = 4
 """Heartbeats after which an agent is taken to be gone; clocks of nodes may differ by less than these."""
+CUT_SECONDS, LEASE_SECONDS = BEAT_SECONDS * (BEATS_MISSED - 1), BEAT_SECONDS * BEATS_MISSED
+"""Without an answer of the store, after which a node's ranks are to save and end, and must have: the others
+take its agent to be gone then, and go on from the newest checkpoint."""
 GONE_SECONDS = 1.0
 """Without a heartbeat, in which an agent whose end was seen is taken to be gone: an ssh connection may break
 while what it has started lives."""
@@ -146,11 +150,19 @@ class Room:
             info = self._handler.next_rendezvous()
         except RendezvousClosedError:
             return None
-        except RuntimeError as error:
+        except (RuntimeError, RendezvousConnectionError) as error:
             raise lost_store(error) from error
         finally:
             met.set()
-        return Round(self._store, dist.PrefixStore("round", info.store), info.rank, info.world_size, agent)
+        number, store = self._number(), dist.PrefixStore("round", info.store)
+        return Round(self._store, store, info.rank, info.world_size, agent, lambda: self._number() > number)
+
+    def _number(self) -> int:
+        """Torch's number of the round that is: a higher one comes once all agents have left this one, or are
+        taken to be gone. Raises RuntimeError where the store is gone."""
+        with _lost_as_runtime_error():
+            found = self._backend.get_state()
+        return 0 if found is None else pickle.loads(found[0]).round
 
     def expect(self, tokens: Sequence[str]) -> None:
         """Have the next round begin as soon as these agents are there, and whoever waits beside them."""
@@ -174,14 +186,13 @@ class Room:
         return self._local
 
     def waiting(self, nodes: Sequence[str], members: Sequence[str]) -> tuple[str, ...]:
-        """Of the cluster's nodes those that wait to be let in, beside a round's members."""
-        try:
+        """Of the cluster's nodes those that wait to be let in, beside a round's members. Raises RuntimeError
+        where the store is gone."""
+        with _lost_as_runtime_error():
             if not self._handler.num_nodes_waiting():
                 return ()
-            asking = [node for node in nodes if node not in members]
-            return tuple(node for node in asking if self._store.check([f"waits/{node}"]))
-        except RuntimeError as error:
-            raise lost_store(error) from error
+        asking = [node for node in nodes if node not in members]
+        return tuple(node for node in asking if self._store.check([f"waits/{node}"]))
 
     def let_in(self, members: Sequence[str]) -> None:
         """Note that these wait no more."""
@@ -238,9 +249,21 @@ class Room:
 class Round:
     """A round of the rendezvous: some agents, one plan, one start of its ranks."""
 
-    def __init__(self, room: dist.Store, store: dist.Store, rank: int, size: int, agent: Agent) -> None:
+    def __init__(
+        self,
+        room: dist.Store,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        agent: Agent,
+        is_past: Callable[[], bool],
+    ) -> None:
         """`room` is the store of all rounds, `store` this one's."""
         self._room, self._store, self._rank, self._size = room, store, rank, size
+        self.is_past = is_past
+        """Whether the others have gone on to another round, and have taken this agent to be gone: it was cut
+        off or stopped, and what it knows of its own round is no more so."""
+        self._answered = time.monotonic()
         self._agents: list[Agent] = []
         """By rank, once they have said who they are."""
         self._beats = {rank: (0, time.monotonic()) for rank in range(size)}
@@ -290,10 +313,13 @@ class Round:
             for count in itertools.count():
                 try:
                     self._store.add(f"beat/{self._rank}", 1)
+                    self._answered = time.monotonic()
                     if count % PULSES_WATCHED == 0:
                         for rank in watched:
                             self._lives(rank)
                 except RuntimeError:
+                    # Nobody can go on without the store.
+                    self._answered = math.inf
                     return
                 if stop.wait(PULSE_SECONDS):
                     return
@@ -301,9 +327,14 @@ class Round:
         threading.Thread(target=beat, name="beat", daemon=True).start()
         return stop
 
+    def unanswered_seconds(self) -> float:
+        """Since when the store has not answered a heartbeat: this node may be cut off, or was stopped."""
+        return time.monotonic() - self._answered
+
     def is_abandoned(self) -> bool:
-        """Whether the lead has not been seen alive for some heartbeats; to be asked again and again."""
-        return not self.leads and not self._lives(0)
+        """Whether the lead has not been seen alive for some heartbeats, or the round is past; to be asked
+        again and again."""
+        return self.is_past() or (not self.leads and not self._lives(0))
 
     def _lives(self, rank: int) -> bool:
         count, now = self._store.add(f"beat/{rank}", 0), time.monotonic()
@@ -421,6 +452,15 @@ def open_store_if_here(host: str, port: int) -> dist.TCPStore | None:
 def lost_store(error: Exception) -> LostRank:
     """The error where the store does not answer."""
     return LostRank(f"the supervisor, which holds the store, is gone ({str(error).partition(chr(10))[0]})")
+
+
+@contextmanager
+def _lost_as_runtime_error() -> Iterator[None]:
+    """Around what torch's rendezvous asks the store: its loss is the error that the store itself raises."""
+    try:
+        yield
+    except RendezvousConnectionError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _read(store: dist.Store, key: str) -> Any:

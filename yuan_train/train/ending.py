@@ -155,12 +155,16 @@ class Ending:
         board.learn_holder()
         fault = None
         while fault is None:
+            began = time.monotonic()
             if self._stop.wait(seconds):
                 return
+            woke = time.monotonic()
             if self._has_launcher_ended(board) and under_torchrun():
                 # As `launch` has the system do for its ranks.
                 os.kill(os.getpid(), signal.SIGTERM)
+            board.note_pause("still", woke - began - seconds)
             fault = board.look_around()
+            board.note_pause("cut", time.monotonic() - woke)
         if self._failed is None and not self._stop.wait(GRACE_SECONDS) and self._failed is None:
             _say_cause(fault)
             self._exit_code = fault.exit_code
