@@ -65,6 +65,8 @@ A_RUN = 20
 LIMIT = 90.0
 """Seconds until the next new step, at most."""
 SHORT = ("train.timeout=4 s", "train.startup_timeout=20 s")
+CAME = r"[\w, ]+ came(: a step of .*; the move takes about [\w. ]+)?"
+"""What the journal says where nothing has happened but that nodes came."""
 PASSES, GOES_ON = 15.0, 30.0
 """Seconds after which a fault that has passed is not noticed any more; and in which a run goes on without a
 node that is cut off."""
@@ -362,9 +364,9 @@ def make_fault(scene: Scene, chance: random.Random, kinds: Mapping[str, MakeFaul
     kind = chance.choice(list(kinds))
     before, began = _Before.of(folder), time.monotonic()
     node = _make(scene, kinds[kind], chance, is_of_ranks=kind.startswith("a rank"))
+    _await(lambda: before.told() or None, PASSES if kind in PASSING else LIMIT)
     # Whatever was under way has come to its end by then: a rank's line, or the launchers' ten seconds.
     step = _last_step(folder)
-    _await(lambda: before.told() or None, PASSES if kind in PASSING else LIMIT)
     goes_on = _await(lambda: _last_step(folder) > step or None, LIMIT)
     told = before.told()
     said = [*told, *re.findall(r"^error: .*", _said(folder)[before.said :], re.MULTILINE)]
@@ -398,7 +400,7 @@ class _Before:
     def told(self) -> list[str]:
         """What the journal has said since, but that a node came which a fault before had sent away."""
         reasons = [entry.reason for entry in entries(self.folder)[self.entries :]]
-        return [reason for reason in reasons if not re.fullmatch(r"[\w, ]+ came(: [^;]*)?", reason)]
+        return [reason for reason in reasons if not re.fullmatch(CAME, reason)]
 
     def torn(self) -> list[int]:
         """Steps whose checkpoints are torn now, or lost: nobody has gone on from the newest one."""
