@@ -69,15 +69,15 @@ ROOMS = {
     "megatron": (4, 1154),
     "models": (27, 3663),
     "objectives": (3, 306),
-    "parallel": (27, 8010),  # with what moves a run in place
+    "parallel": (27, 8046),  # with what moves a run in place, and who was away is named
     "planner": (62, 11999),
     "profile": (5, 1442),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7099),
     "schedule": (9, 2068),
     "serve": (6, 1793),
-    "supervise": (7, 1854),  # ranks that are forked, rounds that begin early
-    "train": (25, 6510),
+    "supervise": (7, 1942),  # ranks that are forked, rounds that begin early, a lease of who is cut off
+    "train": (25, 6514),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""
