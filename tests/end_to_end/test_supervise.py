@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.networks import three_hosts
+from tests.support.networks import Host, three_hosts
 from tests.support.project import read_metrics
 from tests.support.spawn import free_port
 from tests.support.supervised import (
@@ -77,7 +77,7 @@ def test_a_lead_that_is_cut_off_comes_back_in(project: Path, tmp_path: Path) -> 
     """The other node goes on without it. When its link is back, it writes down nothing of its own start."""
     changes = (*words(100_000), "checkpoint.every=5", "train.timeout=4 s")
     with three_hosts() as hosts:
-        network = dict(zip(("a", "b", ""), hosts, strict=True))
+        network: dict[str, Host] = dict(zip(("a", "b", ""), hosts, strict=True))
         with supervised(project, tmp_path, *changes, network=network) as process:
             wait_until(lambda: steps_done(tmp_path) >= 7, tmp_path)
             network["a"].pull("eth0")
