@@ -6,19 +6,17 @@ slow card in the middle makes its neighbours wait for it nearly all the time.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.networks import entered, three_hosts
 from tests.support.project import make_plan, make_project, read_metrics, run_config
 from tests.support.spawn import Around, Command, start_ranks
 from yuan_train.config.devices import DeviceType
@@ -26,14 +24,6 @@ from yuan_train.config.plan_constraints import save_plan
 
 TIMEOUT_SECONDS = 8
 SLOW = DeviceType(memory=2**30, fp32=1e9, memory_bandwidth=1e9, slowdown=20.0)
-
-
-@dataclass(frozen=True)
-class Host:
-    """Where a rank runs: the prefix of its command line, and environment variables for the network."""
-
-    prefix: tuple[str, ...]
-    environment: dict[str, str]
 
 
 @pytest.fixture(scope="module")
@@ -88,50 +78,9 @@ def test_neighbours_name_a_killed_rank(options: list[str], tmp_path: Path) -> No
         name_each_other(ranks, (0, 1), (2, 1))
 
 
-@contextmanager
-def three_hosts() -> Iterator[list[Host]]:
-    """Three network namespaces, each with a link `eth0` to a bridge; skips if they cannot be created."""
-    names = [f"yt{os.getpid()}-{i}" for i in range(3)]
-    hub = f"yt{os.getpid()}-hub"
-    try:
-        try:
-            for name in (*names, hub):
-                ip("netns", "add", name)
-            ip("-n", hub, "link", "add", "hub", "type", "bridge")
-            ip("-n", hub, "link", "set", "hub", "up")
-            for i, name in enumerate(names):
-                end = ("peer", "name", f"port{i}", "netns", hub)
-                ip("link", "add", "eth0", "netns", name, "type", "veth", *end)
-                ip("-n", hub, "link", "set", f"port{i}", "master", "hub", "up")
-                ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", "eth0")
-                ip("-n", name, "link", "set", "eth0", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces cannot be created here (ip netns, as root): {error}")
-        network = {"MASTER_ADDR": "10.99.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
-        yield [Host(("ip", "netns", "exec", name), network) for name in names]
-    finally:
-        for name in (*names, hub):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def ip(*words: str) -> None:
-    """Run the `ip` command."""
-    subprocess.run(["ip", *words], capture_output=True, check=True)
-
-
-@contextmanager
-def entered(host: Host) -> Iterator[None]:
-    """In this process: the network of a host."""
-    with Path("/run/netns", host.prefix[3]).open() as file:
-        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-    os.environ |= host.environment
-    yield
-
-
 def test_both_ends_of_a_failed_link_name_each_other(options: list[str], tmp_path: Path) -> None:
     with three_hosts() as hosts:
         around = {rank: partial(entered, host) for rank, host in enumerate(hosts)}
         with running(options, tmp_path, around) as ranks:
-            ip("-n", hosts[2].prefix[3], "link", "set", "eth0", "down")
+            hosts[2].pull("eth0")
             name_each_other(ranks, (1, 2), (2, 1), (0, 1))

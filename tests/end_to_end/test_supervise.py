@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.networks import Host, three_hosts
 from tests.support.project import read_metrics
 from tests.support.spawn import free_port
 from tests.support.supervised import (
@@ -69,6 +70,34 @@ def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
     for found, wanted in zip(read_metrics(tmp_path / "log"), alone, strict=False):
         assert found["step"] == wanted["step"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_lead_that_is_cut_off_comes_back_in(project: Path, tmp_path: Path) -> None:
+    """The other node goes on without it. When its link is back, it writes down nothing of its own start."""
+    changes = (*words(100_000), "checkpoint.every=5", "train.timeout=4 s")
+    with three_hosts() as hosts:
+        network: dict[str, Host] = dict(zip(("a", "b", ""), hosts, strict=True))
+        with supervised(project, tmp_path, *changes, network=network) as process:
+            wait_until(lambda: steps_done(tmp_path) >= 7, tmp_path)
+            network["a"].pull("eth0")
+            wait_until(lambda: [e.nodes for e in entries(tmp_path)] == [["a", "b"], ["b"]], tmp_path)
+            wait_until(lambda: steps_done(tmp_path) >= STEPS, tmp_path)
+            network["a"].plug("eth0")
+            wait_until(lambda: len(entries(tmp_path)) > 2, tmp_path)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=SECONDS) == 0
+    found = entries(tmp_path)
+    assert [(e.event, e.nodes) for e in found[:3]] == [
+        ("started", ["a", "b"]),
+        ("moved", ["b"]),
+        ("moved", ["a", "b"]),
+    ]
+    assert found[1].reason.startswith("a went; ") and found[2].reason.startswith("a came: ")
+    lines, alone = read_metrics(tmp_path / "log"), read_metrics(project / "alone")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    for line, wanted in zip(lines, alone, strict=False):
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 @pytest.mark.slow

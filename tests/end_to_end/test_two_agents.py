@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_lost_ranks import Host, three_hosts, wait_for_steps
+from tests.end_to_end.test_lost_ranks import wait_for_steps
 from tests.rl.test_apart import roles_of
+from tests.support.networks import Host, three_hosts
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone
 from tests.support.rl import write_rl

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import pytest
 
@@ -190,27 +190,41 @@ def test_the_roll_call_ends_once_all_but_the_ended_rank_have_answered(
         assert str(error).startswith("rank 2 (n/2 on ") and "does not answer" in str(error), error
 
 
-HOLD = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), None, True, wait_for_workers=False)
-print("here", flush=True)
-sys.stdin.read()
-"""
+@pytest.mark.parametrize(
+    ("pauses", "named"),
+    [
+        ({1: ("still", 5.0)}, "rank 1 (n/1 on HERE): stood still for 5.0 s: stopped by a signal"),
+        ({1: ("still", 5.0), 2: ("cut", 5.0)}, "rank 1 (n/1 on HERE): stood still for 5.0 s"),
+        (
+            {2: ("cut", 4.0)},
+            "rank 2 (n/2 on HERE): cut off from rank 0 (n/0 on HERE), rank 1 (n/1 on HERE) for",
+        ),
+        # It seems so to all others where the one at the store is.
+        (
+            {1: ("cut", 4.0), 2: ("cut", 5.0)},
+            "rank 0 (n/0 on HERE): cut off from rank 1 (n/1 on HERE), rank 2 (",
+        ),
+        ({1: ("still", 0.1)}, "rank 0 (n/0 on HERE): rank 2 is gone or stuck"),
+        ({}, "rank 0 (n/0 on HERE): rank 2 is gone or stuck"),
+    ],
+)
+def test_who_was_away_for_a_while_is_named_by_who_waited_for_another(
+    monkeypatch: pytest.MonkeyPatch, pauses: dict[int, tuple[Literal["still", "cut"], float]], named: str
+) -> None:
+    """All answer the roll call: what has stopped one, or cut it off, is over."""
+    monkeypatch.setattr(board_module, "ROLL_CALL_SECONDS", 1.0)
 
+    def find(board: Board) -> None:
+        rank = board.meeting.rank
+        if rank in pauses:
+            board.note_pause(*pauses[rank])
+        end = time.monotonic() + 30
+        fault = board.accuse("rank 2 is gone or stuck") if rank == 0 else None
+        while fault is None and time.monotonic() < end:
+            fault = board.look()
+            time.sleep(0.05)
+        assert fault is not None
+        raise fault.as_error()
 
-def test_a_holder_of_the_store_that_was_stopped_for_a_while_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has heard the roll call; once it goes on, nobody is silent any more."""
-    monkeypatch.setattr(board_module, "ROLL_CALL_SECONDS", 0.5)
-    port = free_port()
-    words = [sys.executable, "-c", HOLD, str(port)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"here\n"
-        board = Board(meeting_of(1, 2, port), "n/1", seconds=30)
-        os.kill(holder.pid, signal.SIGSTOP)
-        threading.Timer(1.5, os.kill, (holder.pid, signal.SIGCONT)).start()
-        fault = board.accuse("one of ranks 0, 1 is gone or stuck")
-        board.close()
-        holder.kill()
-    assert fault is not None and fault.where == "rank 0"
-    assert fault.text.startswith("does not answer at the ranks' meeting point")
+    for error in meet([find, find, find]):
+        assert str(error).startswith(named.replace("HERE", socket.gethostname())), error

@@ -79,6 +79,8 @@ class WaitingRanks:
     def kill(self) -> None:
         pass
 
+    cut = 0.0
+
     def fault(self, node: str) -> str:
         return "was ended"
 
@@ -96,6 +98,7 @@ def test_a_start_without_its_lead_ends(monkeypatch: pytest.MonkeyPatch, has_rank
         any_done=lambda: False,
         has_verdict=lambda: False,
         is_abandoned=lambda: next(looks),
+        is_past=lambda: False,
     )
     room: Any = SimpleNamespace(is_halted=lambda: False)
     monkeypatch.setattr(agents, "_start", lambda *_: WaitingRanks() if has_ranks else None)

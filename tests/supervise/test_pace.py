@@ -131,7 +131,11 @@ class FakeRound:
         self.moves: list[Any] = []
         self.stopped = ""
         self.gone: tuple[str, ...] = ()
+        self.is_over = False
         self.done = {0: Done(0), 1: Done(0, leaves=True)}
+
+    def is_past(self) -> bool:
+        return self.is_over
 
     def all_done(self) -> dict[int, Done]:
         return self.done
@@ -319,6 +323,23 @@ def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
     round_of(lead).done = {0: Done(1, "rank 0: is gone"), 1: Done(0, leaves=True)}
     lead.judge()
     assert room.recall("why") == "other had to go (SIGTERM); rank 0: is gone"
+
+
+def test_a_lead_without_whom_the_others_have_gone_on_decides_nothing(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off: what it would write down of its start is another lead's by now."""
+    room = FakeRoom()
+    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
+    kept, said = dict(room.kept), read_entries(tmp_path / "log")
+    round_of(lead).is_over, round_of(lead).done = True, {0: Done(1, "rank 1 does not answer"), 1: Done(0)}
+    lead.judge()
+    lead.give_order()
+    assert room.kept == kept and read_entries(tmp_path / "log") == said and not stopped(lead)
+    assert len(round_of(lead).orders) == 1
+    round_of(lead).is_over = False
+    lead.judge()
+    assert room.recall("why") == "rank 1 does not answer"
 
 
 def test_a_damaged_log_stops_no_lead(

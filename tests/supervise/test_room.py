@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Met:
-    """Two agents that have met: the one that leads, and the other's name."""
+    """Two agents that have met: the one that leads, and the other's name and round."""
 
     store: TCPStore
     room: Room
@@ -52,6 +52,16 @@ def _enter(room: Room, name: str) -> Round:
 def test_who_is_forgotten_is_not_waited_for(met: Met) -> None:
     met.room.forget([met.other])
     assert list(_enter(met.room, met.lead).members() or ()) == [met.lead]
+
+
+def test_a_round_is_past_once_the_others_have_gone_on(met: Met) -> None:
+    """Who was cut off learns it, and waits for nobody of that round any more."""
+    assert not met.round.is_past() and not met.others.is_past() and not met.others.is_abandoned()
+    met.room.forget([met.other])
+    again = _enter(met.room, met.lead)
+    assert met.others.is_past() and met.others.is_abandoned() and met.round.is_past()
+    assert not again.is_past()
+    assert met.others.order() is None and met.others.verdict() is None
 
 
 def test_an_agent_whose_end_was_seen_needs_no_long_silence(met: Met, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +138,21 @@ def test_who_waits_gets_a_seat_beside_those_who_stay() -> None:
         with pytest.raises(AssertionError):
             third.result()
     del store
+
+
+def test_the_loss_of_the_store_is_one_error_whoever_asks() -> None:
+    """On it the agent has its ranks save: its lead may just have asked who waits."""
+    port = free_port(HOST)
+    store = open_store(HOST, port)
+    room = Room((HOST, port), "a", nodes=2, grace=0.1)
+    current = _enter(room, "a")
+    assert room.waiting(["a", "b"], ["a"]) == ()
+    del store
+    for ask in (current.is_past, current.stop_reason):
+        with pytest.raises(RuntimeError):
+            ask()
+    with pytest.raises(RuntimeError):
+        # Torch remembers for a second what it was told.
+        while True:
+            room.waiting(["a", "b"], ["a"])
+            time.sleep(0.1)

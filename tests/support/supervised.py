@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.networks import Host
 from tests.support.project import make_project, read_metrics
 from tests.support.ranks import Case, run_alone
 from yuan_train.checkpoint.in_memory import run_folder
@@ -29,12 +30,18 @@ CARD = {
     "memory_bandwidth": "10 GB/s",
     "host_link": "10 GB/s",
 }
-SSH = """#!/bin/sh
+SSH = """\
+#!/bin/sh
 # Instead of ssh: a node is down while there is a file of its name.
 [ ! -e "$(dirname "$0")/down-$1" ] || { echo "ssh: connect to host $1: No route to host" >&2; exit 255; }
+reach=
+case "$1" in
+{cases}esac
 shift
-exec sh -c "$*"
+exec $reach sh -c "$*"
 """
+PORT = 29400
+"""Where agents with a network of their own meet, on which nobody else is."""
 
 
 def make_supervised(folder: Path, cards: Mapping[str, int], *, steps: int) -> None:
@@ -55,12 +62,19 @@ def words(steps: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def supervised(project: Path, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A supervised run in a folder, which is ended at the end."""
+def supervised(
+    project: Path, folder: Path, *more: str, network: Mapping[str, Host] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A supervised run in a folder, which is ended at the end. `network`: the host of each node, and under ""
+    the one on which the command runs; None: all is here."""
+    reach = {name: " ".join(host.prefix) for name, host in (network or {}).items() if name}
+    cases = [f'  {name}) reach="{words}" ;;\n' for name, words in reach.items()]
     stand_in = folder / "ssh"
-    stand_in.write_text(SSH)
+    stand_in.write_text(SSH.replace("{cases}", "".join(cases)))
     stand_in.chmod(0o755)
     line = [sys.executable, "-m", "yuan_train", "supervise", "--cluster", str(project / "cluster.yaml")]
+    if network is not None:
+        line = [*network[""].prefix, *line, "--meet", f"{network[''].address}:{PORT}"]
     line += ["--config", str(project / "run.yaml"), "--ssh", str(stand_in)]
     line += [f"log.directory={folder / 'log'}", f"checkpoint.directory={folder / 'checkpoints'}"]
     line += ["search.use_all_devices=true", "supervise.gain=0", "supervise.grace=2 s"]

@@ -5,6 +5,9 @@ or a node is killed, stopped or told to go; a node that has gone comes back afte
 fault the run has to take another step within `LIMIT` seconds, and the journal to name the node. At the end
 all checkpoints are whole, and the losses are those of one process.
 
+A hundred more are made of nodes that have networks of their own, whose links are pulled too, on up to six
+ranks, at moments that may be those of a start, a save or a meeting.
+
 And nodes alone, killed with all that they have in memory, of a run that has no checkpoint on disk; and what a
 change of plan costs where no node is lost.
 """
@@ -15,6 +18,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,11 +28,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.support.networks import Host, hosts_on_a_bridge
 from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.spawn import free_port
 from tests.support.supervised import (
@@ -50,11 +56,20 @@ from yuan_train.parallel.environment import NEXT_PLAN
 from yuan_train.parallel.transfer import plan_holdings
 
 LOST = "a node is lost"
-MakeFault = Callable[[Path, str, random.Random], None]
-"""Makes a fault of a node, in a run's folder."""
 
 CARDS = {"a": 2, "b": 1, "c": 1}
+SHAPES = ({"a": 1, "b": 1}, {"a": 2, "b": 1}, {"a": 2, "b": 1, "c": 1}, {"a": 2, "b": 2, "c": 1})
+SHAPES = (*SHAPES, {"a": 2, "b": 2, "c": 2})
+A_RUN = 20
+"""Faults of one run of the hundred."""
 LIMIT = 90.0
+"""Seconds until the next new step, at most."""
+SHORT = ("train.timeout=4 s", "train.startup_timeout=20 s")
+CAME = r"[\w, ]+ came(: a step of .*; the move takes about [\w. ]+)?"
+"""What the journal says where nothing has happened but that nodes came."""
+PASSES, GOES_ON = 15.0, 30.0
+"""Seconds after which a fault that has passed is not noticed any more; and in which a run goes on without a
+node that is cut off."""
 EVERY = 10
 """Steps between two checkpoints."""
 SELDOM = 40
@@ -80,8 +95,28 @@ class Fault:
     lost: int
     """Steps that had to be made again."""
     is_named: bool
+    torn: Sequence[int]
+    """Steps of checkpoints that are torn after it, or were whole before it and are not gone back to."""
     said: str
-    """The first entry of the journal after it."""
+    """The entries of the journal after it; none if nobody has noticed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """A supervised run of which faults are made."""
+
+    folder: Path
+    cards: Mapping[str, int]
+    quiet: int = QUIET
+    """Steps between the end of one fault and the next, at least."""
+    seconds: float = 2.0
+    """And at most so many seconds more, by chance."""
+    network: Mapping[str, Host] | None = None
+    """Hosts of the nodes, and of the command under "", if their links are their own."""
+
+
+MakeFault = Callable[[Scene, str, random.Random], None]
+"""Makes a fault of a node, and takes it back where it passes."""
 
 
 FORMATS = {"median s": ".1f", "most s": ".1f", "goodput": ".0%", "one a minute": ".0%", "loss differs": ".0e"}
@@ -91,6 +126,24 @@ FORMATS = {"median s": ".1f", "most s": ".1f", "goodput": ".0%", "one a minute":
 def campaign(faults: int, seed: int) -> Iterator[Row]:
     """By kind of fault: how many, seconds to the next new step, steps made again, and ends without a name."""
     yield from _campaign(KINDS, faults, random.Random(seed), f"checkpoint.every={EVERY}")
+
+
+@case("faults/hundred", formats=FORMATS, faults=(100,), seed=(0,))
+def hundred(faults: int, seed: int) -> Iterator[Row]:
+    """The same on nodes with networks of their own, in several runs of two to six ranks, at any moment."""
+    chance, found, whole = random.Random(seed), list[Fault](), list[Row]()
+    shapes = chance.sample(SHAPES, len(SHAPES))
+    for number, first in enumerate(range(0, faults, A_RUN)):
+        cards = shapes[number % len(shapes)]
+        with hosts_on_a_bridge(len(cards)) as hosts:
+            network = dict(zip((*cards, ""), hosts, strict=True))
+            place = partial(Scene, cards=cards, quiet=0, seconds=6.0, network=network)
+            count = min(A_RUN, faults - first)
+            own, row = _run_faults(place, ANYWHERE, count, chance, f"checkpoint.every={EVERY}", *SHORT)
+        found += own
+        whole.append(row | {"fault": f"all, {_shape(cards)}: {row['fault'].removeprefix('all, ')}"})
+    yield from _rows(found)
+    yield from whole
 
 
 @case("faults/a_minute", formats=FORMATS, faults=(8,), seed=(0,))
@@ -268,53 +321,129 @@ def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool
 def _campaign(
     kinds: Mapping[str, MakeFault], faults: int, chance: random.Random, *more: str, apart: float = 0.0
 ) -> Iterator[Row]:
-    """Make faults of some kinds, one after another, `apart` seconds from each other at least; `more` changes
-    the run."""
-    with tempfile.TemporaryDirectory() as name:
-        project, folder = Path(name) / "project", Path(name) / "run"
-        project.mkdir()
-        folder.mkdir()
-        make_supervised(project, CARDS, steps=1)
-        with supervised(project, folder, "train.timeout=10 s", *more, *words(1_000_000)) as process:
-            found: list[Fault] = []
-            _await(lambda: steps_done(folder) or None, 2 * LIMIT)
-            first = time.monotonic()
-            while len(found) < faults and (not found or found[-1].seconds < LIMIT):
-                found.append(make_fault(folder, chance, kinds))
-                print(found[-1], file=sys.stderr, flush=True)
-                time.sleep(max(0.0, first + apart * len(found) - time.monotonic()))
-            seconds = time.monotonic() - first
-            process.send_signal(signal.SIGTERM)
-            code = process.wait(timeout=2 * LIMIT)
-        yield from _rows(found)
-        yield _whole_row(project, folder, found, code=code, seconds=seconds)
+    """Rows of faults of some kinds, made of one run on this machine's own network."""
+    found, whole = _run_faults(
+        partial(Scene, cards=CARDS), kinds, faults, chance, "train.timeout=10 s", *more, apart=apart
+    )
+    yield from _rows(found)
+    yield whole
 
 
-def make_fault(folder: Path, chance: random.Random, kinds: Mapping[str, MakeFault]) -> Fault:
+def _run_faults(
+    place: Callable[..., Scene],
+    kinds: Mapping[str, MakeFault],
+    faults: int,
+    chance: random.Random,
+    *more: str,
+    apart: float = 0.0,
+) -> tuple[list[Fault], Row]:
+    """Make faults of a run, one after another, `apart` seconds from each other at least; `more` changes it.
+    Returns them and a row of the run; the folder of one that has missed is kept."""
+    kept = Path(tempfile.mkdtemp())
+    project, scene, found = kept / "project", place(folder=kept / "run"), list[Fault]()
+    project.mkdir()
+    scene.folder.mkdir()
+    make_supervised(project, scene.cards, steps=1)
+    with supervised(project, scene.folder, *more, *words(1_000_000), network=scene.network) as process:
+        _await(lambda: steps_done(scene.folder) or None, 2 * LIMIT)
+        first = time.monotonic()
+        while len(found) < faults and (not found or found[-1].seconds < LIMIT):
+            found.append(make_fault(scene, chance, kinds))
+            print(found[-1], file=sys.stderr, flush=True)
+            time.sleep(max(0.0, first + apart * len(found) - time.monotonic()))
+        seconds = time.monotonic() - first
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=2 * LIMIT)
+    row = _whole_row(project, scene, found, code=code, seconds=seconds)
+    if any(other[MISSED] for other in (row, *_rows(found))):
+        print(f"kept: {kept}", file=sys.stderr, flush=True)
+    else:
+        shutil.rmtree(kept)
+    return found, row
+
+
+def make_fault(scene: Scene, chance: random.Random, kinds: Mapping[str, MakeFault]) -> Fault:
     """Wait until the run has made some steps, make a fault, and wait until it has made a new one."""
-    before = steps_done(folder)
-    _await(lambda: steps_done(folder) >= before + QUIET or None, 2 * LIMIT)
-    time.sleep(chance.uniform(0.0, 2.0))
+    folder, done = scene.folder, steps_done(scene.folder)
+    _await(lambda: steps_done(folder) >= done + scene.quiet or None, 2 * LIMIT)
+    time.sleep(chance.uniform(0.0, scene.seconds))
     kind = chance.choice(list(kinds))
-    node = chance.choice(_await(lambda: [name for name in CARDS if _has_ranks(name, folder)] or None, LIMIT))
-    noted, starts, began = len(entries(folder)), len(_starts(folder)), time.monotonic()
-    kinds[kind](folder, node, chance)
-    (folder / f"down-{node}").unlink(missing_ok=True)
-    patience = 15.0 if kind == "a node is stopped" else LIMIT
-    told = _await(lambda: entries(folder)[noted:] or None, patience) or []
+    before, began = _Before.of(folder), time.monotonic()
+    node = _make(scene, kinds[kind], chance, is_of_ranks=kind.startswith("a rank"))
+    _await(lambda: before.told() or None, PASSES if kind in PASSING else LIMIT)
     # Whatever was under way has come to its end by then: a rank's line, or the launchers' ten seconds.
     step = _last_step(folder)
     goes_on = _await(lambda: _last_step(folder) > step or None, LIMIT)
-    told = entries(folder)[noted:]
+    told = before.told()
+    said = [*told, *re.findall(r"^error: .*", _said(folder)[before.said :], re.MULTILINE)]
     return Fault(
         kind,
         node,
         seconds=time.monotonic() - began if goes_on else float("inf"),
-        lost=_made_again(folder, starts) if told else 0,
+        lost=_made_again(folder, before.starts) if told else 0,
         # A node that was stopped for a moment has kept nobody.
-        is_named=not told or any(word in entry.reason for entry in told for word in _names_of(node)),
-        said=told[0].reason if told else "",
+        is_named=not told or any(word in text for text in said for word in _names_of(scene, node)),
+        torn=before.torn(),
+        said="; ".join(told),
     )
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a run had said and saved before a fault."""
+
+    folder: Path
+    entries: int
+    starts: int
+    said: int
+    saved: int
+    """Step of the newest whole checkpoint."""
+
+    @classmethod
+    def of(cls, folder: Path) -> _Before:
+        return cls(folder, len(entries(folder)), len(_starts(folder)), len(_said(folder)), _saved(folder))
+
+    def told(self) -> list[str]:
+        """What the journal has said since, but that a node came which a fault before had sent away."""
+        reasons = [entry.reason for entry in entries(self.folder)[self.entries :]]
+        return [reason for reason in reasons if not re.fullmatch(CAME, reason)]
+
+    def torn(self) -> list[int]:
+        """Steps whose checkpoints are torn now, or lost: nobody has gone on from the newest one."""
+        resumed = [int(found[1]) for found in _starts(self.folder)[self.starts :]]
+        is_lost = _saved(self.folder) < self.saved or any(step < self.saved for step in resumed)
+        return _torn(self.folder) + [self.saved] * is_lost
+
+
+def _make(scene: Scene, fault: MakeFault, chance: random.Random, *, is_of_ranks: bool) -> str:
+    """Make a fault of a node that there is: one that has ranks, or else an agent. Returns its name."""
+
+    def found() -> list[str] | None:
+        here = [node for node in scene.cards if _has_ranks(node, scene.folder)]
+        if not is_of_ranks and not (here and scene.quiet):
+            here = [node for node in scene.cards if _has_agent(node, scene.folder)]
+        return here or None
+
+    while True:
+        node = chance.choice(_await(found, LIMIT))
+        # What was there may have ended meanwhile.
+        with suppress(ProcessLookupError, AssertionError):
+            fault(scene, node, chance)
+            (scene.folder / f"down-{node}").unlink(missing_ok=True)
+            return node
+
+
+def _saved(folder: Path) -> int:
+    saved = folder / "checkpoints"
+    return next((step for step in steps_in(saved) if not any(faults_of(saved / step_name(step)))), 0)
+
+
+def _torn(folder: Path) -> list[int]:
+    """Steps whose checkpoints are torn, and stay so: one that is written again may be under way."""
+    saved = folder / "checkpoints"
+    found = [step for step in steps_in(saved) if any(faults_of(saved / step_name(step)))]
+    time.sleep(bool(found))
+    return [step for step in found if any(faults_of(saved / step_name(step)))]
 
 
 def _has_ranks(node: str, folder: Path) -> bool:
@@ -325,9 +454,16 @@ def _has_ranks(node: str, folder: Path) -> bool:
         return False
 
 
-def _names_of(node: str) -> tuple[str, ...]:
+def _has_agent(node: str, folder: Path) -> bool:
+    try:
+        return bool(group_of(node, folder))
+    except AssertionError:
+        return False
+
+
+def _names_of(scene: Scene, node: str) -> tuple[str, ...]:
     """How the journal may call what is on a node: itself, its cards, and the first of all ranks."""
-    first = ("rank 0:",) if node == next(iter(CARDS)) else ()
+    first = ("rank 0:",) if node == next(iter(scene.cards)) else ()
     return (f"{node} went", f"{node} had to go", f"({node}/", f"(on {node})", *first)
 
 
@@ -353,38 +489,63 @@ def _last_step(folder: Path) -> int:
     return read_metrics(folder / "log")[-1]["step"]
 
 
-def _kill_rank(folder: Path, node: str, chance: random.Random) -> None:
-    os.kill(chance.choice(ranks_of(node, folder)), signal.SIGKILL)
+def _kill_rank(scene: Scene, node: str, chance: random.Random) -> None:
+    os.kill(chance.choice(ranks_of(node, scene.folder)), signal.SIGKILL)
 
 
-def _stop_rank(folder: Path, node: str, chance: random.Random) -> None:
-    os.kill(chance.choice(ranks_of(node, folder)), signal.SIGSTOP)
+def _stop_rank(scene: Scene, node: str, chance: random.Random) -> None:
+    os.kill(chance.choice(ranks_of(node, scene.folder)), signal.SIGSTOP)
 
 
-def _kill_node(folder: Path, node: str, chance: random.Random) -> None:
-    (folder / f"down-{node}").touch()
-    os.killpg(group_of(node, folder), signal.SIGKILL)
+def _kill_node(scene: Scene, node: str, chance: random.Random) -> None:
+    (scene.folder / f"down-{node}").touch()
+    os.killpg(group_of(node, scene.folder), signal.SIGKILL)
     time.sleep(chance.uniform(0.0, 8.0))
 
 
-def _lose_node(folder: Path, node: str, chance: random.Random) -> None:
-    (folder / f"down-{node}").touch()
-    lose_node(node, folder)
+def _lose_node(scene: Scene, node: str, chance: random.Random) -> None:
+    (scene.folder / f"down-{node}").touch()
+    lose_node(node, scene.folder)
     time.sleep(chance.uniform(0.0, 8.0))
 
 
-def _stop_node(folder: Path, node: str, chance: random.Random) -> None:
-    group = group_of(node, folder)
+def _stop_node(scene: Scene, node: str, chance: random.Random) -> None:
+    group = group_of(node, scene.folder)
     os.killpg(group, signal.SIGSTOP)
     time.sleep(chance.uniform(0.0, 25.0))
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
 
 
-def _tell_node(folder: Path, node: str, chance: random.Random) -> None:
-    (folder / f"down-{node}").touch()
-    os.killpg(group_of(node, folder), signal.SIGTERM)
+def _tell_node(scene: Scene, node: str, chance: random.Random) -> None:
+    (scene.folder / f"down-{node}").touch()
+    os.killpg(group_of(node, scene.folder), signal.SIGTERM)
     time.sleep(chance.uniform(0.0, 8.0))
+
+
+def _stop_rank_a_while(scene: Scene, node: str, chance: random.Random) -> None:
+    rank = chance.choice(ranks_of(node, scene.folder))
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(chance.uniform(0.0, 10.0))
+    with suppress(ProcessLookupError):
+        os.kill(rank, signal.SIGCONT)
+
+
+def _pull_link(scene: Scene, node: str, chance: random.Random) -> None:
+    """At either end, for some seconds, or until the run has gone on without the node."""
+    assert scene.network is not None
+    host, before = scene.network[node], _Before.of(scene.folder)
+    end, seconds = chance.choice(list(host.ends)), chance.choice((chance.uniform(0.0, 15.0), GOES_ON))
+    (scene.folder / f"down-{node}").touch()
+    host.pull(end)
+    try:
+        if seconds < GOES_ON:
+            time.sleep(seconds)
+        elif _await(lambda: before.told() or None, seconds):
+            step = _last_step(scene.folder)
+            _await(lambda: _last_step(scene.folder) > step or None, seconds)
+    finally:
+        host.plug(end)
 
 
 KINDS = {
@@ -394,10 +555,25 @@ KINDS = {
     "a node is stopped": _stop_node,
     "a node is told to go": _tell_node,
 }
+ANYWHERE = {
+    "a rank is killed": _kill_rank,
+    "a rank is stopped": _stop_rank,
+    "a rank is stopped a while": _stop_rank_a_while,
+    "a node is killed": _kill_node,
+    "a node is stopped": _stop_node,
+    "a link is pulled": _pull_link,
+}
+"""Kinds of the hundred."""
+PASSING = ("a rank is stopped a while", "a node is stopped", "a link is pulled")
+"""Those that may pass unnoticed."""
 
 
-def _rows(found: list[Fault]) -> Iterator[Row]:
-    for kind in sorted({fault.kind for fault in found}, key=[*KINDS, LOST].index):
+def _shape(cards: Mapping[str, int]) -> str:
+    return " + ".join(map(str, cards.values()))
+
+
+def _rows(found: Sequence[Fault]) -> Iterator[Row]:
+    for kind in sorted({fault.kind for fault in found}, key=[*KINDS, *ANYWHERE, LOST].index):
         own = [fault for fault in found if fault.kind == kind]
         yield {
             "fault": kind,
@@ -405,19 +581,28 @@ def _rows(found: list[Fault]) -> Iterator[Row]:
             "median s": statistics.median(fault.seconds for fault in own),
             "most s": max(fault.seconds for fault in own),
             "steps again": max(fault.lost for fault in own),
+            "unnoticed": sum(not fault.said for fault in own),
             "unnamed": sum(not fault.is_named for fault in own),
-            MISSED: "" if all(fault.seconds < LIMIT for fault in own) else "the run did not go on",
+            "torn": sum(bool(fault.torn) for fault in own),
+            MISSED: "; ".join(
+                f"{kind}: {words}"
+                for words, is_so in (
+                    ("the run did not go on", any(fault.seconds >= LIMIT for fault in own)),
+                    ("a checkpoint was torn or lost", any(fault.torn for fault in own)),
+                    ("the culprit was not named", any(not fault.is_named for fault in own)),
+                )
+                if is_so
+            ),
         }
 
 
-def _whole_row(project: Path, folder: Path, found: list[Fault], *, code: int, seconds: float) -> Row:
+def _whole_row(project: Path, scene: Scene, found: Sequence[Fault], *, code: int, seconds: float) -> Row:
     """The run as a whole: its checkpoints, its losses, and which part of its time was useful."""
-    lines = read_metrics(folder / "log")
+    folder, lines = scene.folder, read_metrics(scene.folder / "log")
     compared = lines[:MOST_COMPARED]
-    make_supervised(project, CARDS, steps=len(compared))
+    make_supervised(project, scene.cards, steps=len(compared))
     differs = difference(compared, read_metrics(project / "alone"))
-    saved = folder / "checkpoints"
-    torn = [step for step in steps_in(saved) if any(faults_of(saved / step_name(step)))]
+    torn = _torn(folder)
     useful = len(lines) * statistics.median(line["step_seconds"] for line in lines)
     lost = seconds - useful
     faults = [f"exit code {code}"] * (code != 0) + [f"torn checkpoints {torn}"] * bool(torn)

@@ -12,7 +12,8 @@ those that stand in an operation of NCCL or gloo that nothing will end. Keys, be
 - `failed`: the fault that ends the run. The first writer wins;
 - `taken/R`: which process is rank R, so that there is one;
 - `line/R`: where rank R listens for the rank before it, whose connection ends when R does;
-- `lost`, `here/R`: a rank has lost another one and calls the roll. Who does not answer is gone;
+- `lost`, `here/R`: a rank has lost another one and calls the roll. Who does not answer is gone; who does,
+  says for how long it stood still or was cut off just before;
 - `stopped`: which launcher has ended, so that the run stops, and ends well;
 - `heard`, `left`, `left/R`: how many know of the fault, or have ended well. The store's host leaves last.
 """
@@ -30,6 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -40,6 +42,8 @@ POLL_SECONDS = 0.2
 """Between two looks at something that other ranks write."""
 ROLL_CALL_SECONDS = 2.0
 """In which a rank that lives answers. A rank with a fault of its own tells it before that, and wins."""
+PAUSE_SECONDS, RECENT_SECONDS = 2.0, 10.0
+"""From how many on it is a pause in which a rank has not looked at the board; and how long that is told."""
 HEARD_SECONDS = 3.0
 """How long a rank that ends waits until all others have heard why."""
 LEFT_SECONDS = 10.0
@@ -227,6 +231,8 @@ class Board:
         self._heard: Fault | None = None
         """What ends the run, once this rank knows of it; the store may be gone by the next look."""
         self._holder = meeting.holder
+        self._pauses: dict[str, tuple[float, float]] = {}
+        """How long this rank has last stood still, and was last cut off from the store; and until when."""
         try:
             if not self._all.check(["failed"]):
                 if fault is not None:
@@ -401,6 +407,11 @@ class Board:
                 return None
         return self.accuse(f"the connection to rank {following} has ended", ended=following)
 
+    def note_pause(self, kind: Literal["still", "cut"], seconds: float) -> None:
+        """Note that this rank stood still, or was cut off from the store, for so many seconds until now."""
+        if seconds >= PAUSE_SECONDS:
+            self._pauses[kind] = (seconds, time.monotonic())
+
     def look(self) -> Fault | None:
         """What ends the run, if anything does. Answers a roll call on the way."""
         if self._heard is not None:
@@ -412,7 +423,9 @@ class Board:
             if self._own.check(["failed"]):
                 return self._hear()
             if self._own.check(["lost"]):
-                self._own.set(f"here/{self.meeting.rank}", "")
+                since = time.monotonic() - RECENT_SECONDS
+                recent = {kind: seconds for kind, (seconds, end) in self._pauses.items() if end > since}
+                self._own.set(f"here/{self.meeting.rank}", json.dumps(recent))
             if not self._have_all_joined() and self._own.check([f"asked/{self.meeting.rank}"]):
                 self._own.set(f"alive/{self.meeting.rank}", "")
         return None
@@ -423,22 +436,18 @@ class Board:
         mine = self.name(self.meeting.rank) if where is None else where
         return self._write(Fault(self.meeting.rank, mine, text, exit_code, silent))
 
-    def accuse(self, text: str, *, ended: int | None = None, asked: float | None = None) -> Fault | None:
+    def accuse(self, text: str, *, ended: int | None = None) -> Fault | None:
         """Tell that this rank has lost another one, wait for the roll call, and return what ends the run.
 
         The ranks that do not answer are the culprits, whatever rank this one waited for: that one may have
-        waited for another. A rank that tells a fault of its own meanwhile wins. Of `ended` the process is
-        known to have ended: once all others have answered, there is nothing to wait for. `asked`: when the
-        store was first asked about it, on the monotonic clock; None: now.
+        waited for another. If all do, those that stood still or were cut off for a while are. A rank that
+        tells a fault of its own meanwhile wins. Of `ended` the process is known to have ended: once all
+        others have answered, there is nothing to wait for.
         """
         mine, is_first = self.name(self.meeting.rank), True
         if not self._is_gone():
-            asked = time.monotonic() if asked is None else asked
             with suppress(RuntimeError):
                 is_first = self._own.compare_set("lost", "", mine) == mine.encode()
-            if time.monotonic() > asked + ROLL_CALL_SECONDS:
-                # What was stopped with the store goes on with it, and would answer.
-                return self._write(self.unanswered())
         # If the first one is ended meanwhile, another one counts.
         end = time.monotonic() + ROLL_CALL_SECONDS * (1 if is_first else 1.5)
         silent: list[int] = []
@@ -449,7 +458,7 @@ class Board:
             time.sleep(POLL_SECONDS)
             silent = self._silent()
         if not silent:
-            return self._write(Fault(self.meeting.rank, mine, text))
+            return self._write(self._find_pause(f"({mine}: {text})") or Fault(self.meeting.rank, mine, text))
         who = _joined([self.name(rank) for rank in silent])
         lost = f"{'does' if len(silent) == 1 else 'do'} not answer: killed, crashed, stopped or cut off"
         return self._write(Fault(silent[0], who, f"{lost} ({mine}: {text})", silent=len(silent)))
@@ -459,6 +468,28 @@ class Board:
         with suppress(RuntimeError):
             return [rank for rank in self.members if not self._own.check([f"here/{rank}"])]
         return []
+
+    def _find_pause(self, why: str) -> Fault | None:
+        """The fault of ranks that have answered the roll call, but were away before; None: nobody was."""
+        answers: dict[int, dict[str, float]] = {}
+        with suppress(RuntimeError, ValueError):
+            answers = {rank: json.loads(self._own.get(f"here/{rank}")) for rank in self.members}
+        still = {rank: found["still"] for rank, found in answers.items() if "still" in found}
+        cut = {rank: found["cut"] for rank, found in answers.items() if "cut" in found}
+        if still:
+            who = _joined([self.name(rank) for rank in still])
+            text = (
+                f"stood still for {max(still.values()):.1f} s: stopped by a signal, or its machine was {why}"
+            )
+            return Fault(min(still), who, text)
+        if cut:
+            # Of a link that fails, the store's holder is at one end, as it seems to all who are at the other.
+            others = [rank for rank in self.members if rank not in cut]
+            ends = [_joined([self.name(rank) for rank in part]) for part in (list(cut), others)]
+            ends = ends if len(cut) <= len(others) else ends[::-1]
+            text = f"cut off from {ends[1] or self._holder} for {max(cut.values()):.1f} s {why}"
+            return Fault(min(cut), ends[0], text)
+        return None
 
     def tell_stop(self, why: str) -> None:
         """Tell why the run stops, although nothing has failed; the first one who does is believed."""

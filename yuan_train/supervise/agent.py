@@ -37,6 +37,8 @@ from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
 from yuan_train.report.steps import Line, checked, is_timed, parse_line
 from yuan_train.supervise.forks import Nursery
 from yuan_train.supervise.room import (
+    CUT_SECONDS,
+    LEASE_SECONDS,
     POLL_SECONDS,
     Agent,
     Directive,
@@ -112,8 +114,11 @@ _BY_OTHERS = re.compile(r" \(rank \d+ \(.*$")
 class Ranks:
     """The process that runs a node's ranks; what they print goes through, and its end is kept."""
 
-    def __init__(self, nursery: Nursery, words: Sequence[str], next_plan: Path) -> None:
-        """`words` are what follows `yuan-train`; `next_plan` is the file that `go_on_with` has them read."""
+    def __init__(
+        self, nursery: Nursery, words: Sequence[str], next_plan: Path, unanswered: Callable[[], float]
+    ) -> None:
+        """`words` are what follows `yuan-train`; `next_plan` is the file that `go_on_with` has them read;
+        `unanswered` gives the seconds for which their node is cut off from the others."""
         self._next_plan = next_plan
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         read_end, write_end = os.pipe()
@@ -124,6 +129,9 @@ class Ranks:
         finally:
             os.close(write_end)
         self._asked = False
+        self.cut = 0.0
+        """Seconds for which the node was cut off when they were ended for that; 0: they were not."""
+        threading.Thread(target=self._watch_lease, args=(unanswered,), name="lease", daemon=True).start()
 
     def poll(self) -> int | None:
         """The exit code; None while they run."""
@@ -151,13 +159,26 @@ class Ranks:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
+    def _watch_lease(self, unanswered: Callable[[], float]) -> None:
+        """End them while their node is cut off, from a thread of its own: who asks a store that does not
+        answer waits for it."""
+        while self.poll() is None:
+            seconds = unanswered()
+            if seconds > CUT_SECONDS:
+                self.cut = max(self.cut, seconds)
+                self.ask_to_end()
+            if seconds > LEASE_SECONDS:
+                self._process.send_signal(signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+
     def fault(self, node: str) -> str:
         """What they have said of their fault: whose it was, without how others saw it. `node` is this one's
         name, for what no other rank has told."""
         self._reader.join(timeout=2)
         said = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
         causes = [line.removeprefix(CAUSE) for line in said if line.startswith(CAUSE)]
-        first = _BY_OTHERS.sub("", (causes or said or [f"exit code {self.poll()}"])[0])
+        cut = f"cut off from the meeting point, or stopped, for {self.cut:.0f} s"
+        first = _BY_OTHERS.sub("", (causes or said or [cut if self.cut else f"exit code {self.poll()}"])[0])
         return first if causes else f"{first} (on {node})"
 
     def _read(self, stderr: int) -> None:
@@ -291,10 +312,14 @@ def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signal
         if order is None:
             return None
         done = _run_ranks(job, room, current, agent, order, lead, signals)
+        if current.is_past():
+            return None
         current.tell(done)
         if lead is not None:
             lead.judge()
         verdict = current.verdict()
+        if current.is_past():
+            return None
         if verdict is None:
             # The lead is gone, who would have kept both.
             room.expect(current.remaining({}))
@@ -316,9 +341,10 @@ def _run_ranks(
     signals: _Signals,
 ) -> Done:
     """Run this node's ranks of the order's plan until they end; a node without ranks waits for the others."""
-    ranks, number = _start(job, agent, order), order.number
+    ranks, number = _start(job, agent, order, current), order.number
     try:
-        while ranks is None or ranks.poll() is None:
+        # A node that was cut off ends what it has left, if the others have gone on from a checkpoint.
+        while not current.is_past() and (ranks is None or ranks.poll() is None):
             if room.is_halted():
                 # Only ever set: a signal may come while the store is asked.
                 signals.leaves = True
@@ -346,13 +372,14 @@ def _run_ranks(
     finally:
         if ranks is not None:
             ranks.kill()
-    assert ranks is not None
+    if ranks is None:
+        return Done(0)
     code = ranks.poll() or 0
-    fault = ranks.fault(agent.node) if code else ""
+    fault = ranks.fault(agent.node) if code or ranks.cut else ""
     return Done(code, fault, leaves=signals.leaves, obstacle=ranks.obstacle())
 
 
-def _start(job: Supervised, agent: Agent, order: Directive) -> Ranks | None:
+def _start(job: Supervised, agent: Agent, order: Directive, current: Round) -> Ranks | None:
     """Start the node's ranks; None if the plan has none here."""
     if order.plan is None or agent.node not in order.nodes:
         return None
@@ -360,7 +387,8 @@ def _start(job: Supervised, agent: Agent, order: Directive) -> Ranks | None:
     write_text(path, order.plan)
     meeting = ("--this-node", agent.node, "--rendezvous", order.meeting)
     next_plan = path.with_name("next.yaml")
-    return Ranks(job.nursery, ["launch", "--plan", str(path), *meeting, *job.words], next_plan)
+    words = ["launch", "--plan", str(path), *meeting, *job.words]
+    return Ranks(job.nursery, words, next_plan, current.unanswered_seconds)
 
 
 def plan_path(job: Supervised, number: int) -> Path:
@@ -429,6 +457,8 @@ class Lead:
             self._note("waits", f"no plan fits {_listed(nodes)}: {error}", None, before, None)
             self._round.give(Directive(None))
             return
+        if self._round.is_past():
+            return
         forecast, text = _forecast(plan), dump(plan)
         why = _change(kept["nodes"], nodes, self._room.recall("why"))
         is_other = kept["nodes"] and number != kept["number"]
@@ -472,6 +502,8 @@ class Lead:
     def judge(self) -> None:
         """When this agent's ranks have ended: say what comes next."""
         done = self._round.all_done()
+        if self._round.is_past():
+            return
         ended, remaining = self._outcome(done), self._round.remaining(done)
         self._room.expect(remaining)
         if ended is not None:
@@ -605,7 +637,8 @@ class Lead:
             # A node is gone, and with it the fault.
             self._room.remember("why", worst.fault if worst else None)
             return None
-        fault = worst.fault if worst else "the ranks were ended from outside (SIGTERM)"
+        told = worst.fault if worst else next(filter(None, (entry.fault for entry in done.values())), "")
+        fault = told or "the ranks were ended from outside (SIGTERM)"
         return self._again(Start(fault, step))
 
     def _again(self, start: Start) -> Ended | None:

@@ -15,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,35 +136,40 @@ def _show_as(line: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 class Forked:
-    """A process that a nursery has forked; of subprocess.Popen's methods those that are needed."""
+    """A process that a nursery has forked; of subprocess.Popen's methods those that are needed. Safe to be
+    used by several threads."""
 
     def __init__(self, connection: Connection, pid: int) -> None:
         """`connection` gives the exit code."""
         self._connection, self.pid = connection, pid
         self._code: int | None = None
+        self._lock = threading.RLock()
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
-        if self._code is None and self._connection.poll():
-            self.wait()
-        return self._code
+        with self._lock:
+            if self._code is None and self._connection.poll():
+                self.wait()
+            return self._code
 
     def wait(self) -> int:
         """Wait for the exit code; that of a kill, if the nursery is gone that would tell it."""
-        if self._code is None:
-            try:
-                self._code = self._connection.recv()
-            except (EOFError, ConnectionError):
-                self._code = -signal.SIGKILL
-                with suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
-        assert self._code is not None
-        return self._code
+        with self._lock:
+            if self._code is None:
+                try:
+                    self._code = self._connection.recv()
+                except (EOFError, ConnectionError):
+                    self._code = -signal.SIGKILL
+                    with suppress(ProcessLookupError):
+                        os.kill(self.pid, signal.SIGKILL)
+            assert self._code is not None
+            return self._code
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with self._lock:
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
 
 class Nursery:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -47,6 +48,9 @@ PULSES_WATCHED = 4
 """Between two looks at those of others: by the first agent at all of them, by these at its own."""
 BEATS_MISSED = 4
 """Heartbeats after which an agent is taken to be gone; clocks of nodes may differ by less than these."""
+CUT_SECONDS, LEASE_SECONDS = BEAT_SECONDS * (BEATS_MISSED - 1), BEAT_SECONDS * BEATS_MISSED
+"""Without an answer of the store, after which a node's ranks are to save and end, and must have: the others
+take its agent to be gone then, and go on from the newest checkpoint."""
 GONE_SECONDS = 1.0
 """Without a heartbeat, in which an agent whose end was seen is taken to be gone: an ssh connection may break
 while what it has started lives."""
@@ -98,6 +102,17 @@ class Done:
     """Whether the agent was told to go: its node takes part no more."""
     obstacle: str = ""
     """Why they did not go on under the plan of `Round.move`, if they have said so."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """An agent's place in a round."""
+
+    rank: int
+    size: int
+    """How many agents there are."""
+    number: int = 0
+    """Of the round, among those of one meeting."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +173,20 @@ class Room:
             info = self._handler.next_rendezvous()
         except RendezvousClosedError:
             return None
-        except RuntimeError as error:
+        except (RuntimeError, RendezvousConnectionError) as error:
             raise lost_store(error) from error
         finally:
             met.set()
-        seat = _read(info.store, f"seat/{agent.token}")
-        if seat is not None:
-            return Round(self._store, info.store, agent=agent, **seat)
-        return Round(self._store, info.store, info.rank, info.world_size, agent)
+        number, found = self._number(), _read(info.store, f"seat/{agent.token}")
+        seat = Seat(info.rank, info.world_size) if found is None else Seat(**found)
+        return Round(self._store, info.store, seat, agent, lambda: self._number() > number)
+
+    def _number(self) -> int:
+        """Torch's number of the meeting that is: a higher one comes once all agents have left this one or are
+        taken to be gone. Raises RuntimeError where the store is gone."""
+        with _lost_as_runtime_error():
+            found = self._backend.get_state()
+        return 0 if found is None else pickle.loads(found[0]).round
 
     def expect(self, tokens: Sequence[str]) -> None:
         """Have the next round begin as soon as these agents are there, and whoever waits beside them."""
@@ -189,14 +210,13 @@ class Room:
         return self._local
 
     def waiting(self, nodes: Sequence[str], members: Sequence[str]) -> tuple[str, ...]:
-        """Of the cluster's nodes those that wait to be let in, beside a round's members."""
-        try:
+        """Of the cluster's nodes those that wait to be let in, beside a round's members. Raises RuntimeError
+        where the store is gone."""
+        with _lost_as_runtime_error():
             if not self._handler.num_nodes_waiting():
                 return ()
-            asking = [node for node in nodes if node not in members]
-            return tuple(node for node in asking if self._store.check([f"waits/{node}"]))
-        except RuntimeError as error:
-            raise lost_store(error) from error
+        asking = [node for node in nodes if node not in members]
+        return tuple(node for node in asking if self._store.check([f"waits/{node}"]))
 
     def tokens(self, waiting: Sequence[str]) -> tuple[str, ...]:
         """Those of the agents that wait as these nodes."""
@@ -274,20 +294,23 @@ class Round:
     """Agents that have met, one plan, one start of its ranks."""
 
     def __init__(
-        self, room: dist.Store, meeting: dist.Store, rank: int, size: int, agent: Agent, number: int = 0
+        self, room: dist.Store, meeting: dist.Store, seat: Seat, agent: Agent, is_past: Callable[[], bool]
     ) -> None:
-        """`room` is the store of all rounds, `meeting` that of one meeting, of which this is the round
-        `number`."""
-        self._room, self._meeting, self._rank, self._size = room, meeting, rank, size
-        self._number, self._verdict = number, Verdict(again=True)
-        store = self._store = dist.PrefixStore(f"round-{number}", meeting)
+        """`room` is the store of all rounds, `meeting` that of the rounds of one meeting."""
+        self._room, self._meeting, self._rank, self._size = room, meeting, seat.rank, seat.size
+        self._number, self._verdict = seat.number, Verdict(again=True)
+        store = self._store = dist.PrefixStore(f"round-{seat.number}", meeting)
+        self.is_past = is_past
+        """Whether the others have met again, and have taken this agent to be gone: it was cut off or stopped,
+        and what it knows of its own round is no more so."""
+        self._answered = time.monotonic()
         self._agents: list[Agent] = []
         """By rank, once they have said who they are."""
-        self._beats = {rank: (0, time.monotonic()) for rank in range(size)}
+        self._beats = {rank: (0, time.monotonic()) for rank in range(seat.size)}
         """Of each agent the last beat that was new, and since when it is known."""
         self._patience = BEAT_SECONDS * float(BEATS_MISSED)
         """Without a beat, in which an agent is taken to be gone whose end nobody has seen."""
-        store.set(f"node/{rank}", json.dumps(asdict(agent)))
+        store.set(f"node/{seat.rank}", json.dumps(asdict(agent)))
 
     @property
     def leads(self) -> bool:
@@ -332,10 +355,13 @@ class Round:
             for count in itertools.count():
                 try:
                     self._store.add(f"beat/{self._rank}", 1)
+                    self._answered = time.monotonic()
                     if count % PULSES_WATCHED == 0:
                         for rank in watched:
                             self._lives(rank)
                 except RuntimeError:
+                    # Nobody can go on without the store.
+                    self._answered = math.inf
                     return
                 if stop.wait(PULSE_SECONDS):
                     return
@@ -343,9 +369,14 @@ class Round:
         threading.Thread(target=beat, name="beat", daemon=True).start()
         return stop
 
+    def unanswered_seconds(self) -> float:
+        """Since when the store has not answered a heartbeat: this node may be cut off, or was stopped."""
+        return time.monotonic() - self._answered
+
     def is_abandoned(self) -> bool:
-        """Whether the lead has not been seen alive for some heartbeats; to be asked again and again."""
-        return not self.leads and not self._lives(0)
+        """Whether the lead has not been seen alive for some heartbeats, or the round is past; to be asked
+        again and again."""
+        return self.is_past() or (not self.leads and not self._lives(0))
 
     def _lives(self, rank: int) -> bool:
         count, now = self._store.add(f"beat/{rank}", 0), time.monotonic()
@@ -401,8 +432,8 @@ class Round:
         """As the lead: say what comes after this round, with a seat for each who has not been in it."""
         for rank, token in enumerate(verdict.stay):
             if all(token != agent.token for agent in self._agents):
-                seat = {"rank": rank, "size": len(verdict.stay), "number": self._number + 1}
-                self._meeting.set(f"seat/{token}", json.dumps(seat))
+                seat = Seat(rank, len(verdict.stay), self._number + 1)
+                self._meeting.set(f"seat/{token}", json.dumps(asdict(seat)))
         self._store.set("verdict", json.dumps(asdict(verdict)))
 
     def verdict(self) -> Verdict | None:
@@ -417,10 +448,10 @@ class Round:
     def next(self, agent: Agent) -> Round | None:
         """The next round of those who need no other meeting; None: this agent does."""
         stay = list(self._verdict.stay)
-        if agent.token not in stay:
+        if agent.token not in stay or self.is_past():
             return None
-        rank, number = stay.index(agent.token), self._number + 1
-        return Round(self._room, self._meeting, rank, len(stay), agent, number)
+        seat = Seat(stay.index(agent.token), len(stay), self._number + 1)
+        return Round(self._room, self._meeting, seat, agent, self.is_past)
 
     def has_verdict(self) -> bool:
         """Whether the round is over."""
@@ -482,6 +513,15 @@ def open_store_if_here(host: str, port: int) -> dist.TCPStore | None:
 def lost_store(error: Exception) -> LostRank:
     """The error where the store does not answer."""
     return LostRank(f"the supervisor, which holds the store, is gone ({str(error).partition(chr(10))[0]})")
+
+
+@contextmanager
+def _lost_as_runtime_error() -> Iterator[None]:
+    """Around what torch's rendezvous asks the store: its loss is the error that the store itself raises."""
+    try:
+        yield
+    except RendezvousConnectionError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _read(store: dist.Store, key: str) -> Any:

@@ -129,14 +129,13 @@ class Ending:
         self._failed, self._exit_code = error, _code_of(error)
         self._end_after(TEARDOWN_SECONDS)
         # A rank that has lost another one may read why, and then says that alone.
-        is_lost, asked = isinstance(error, LostRank), time.monotonic()
+        is_lost = isinstance(error, LostRank)
         cause = board.look() if is_lost else None
         if cause is not None:
             mark_as_said(error)
         else:
             _say_own(error)
-            text, code = _text(error), self._exit_code
-            cause = board.accuse(text, asked=asked) if is_lost else board.report(text, code)
+            cause = board.accuse(_text(error)) if is_lost else board.report(_text(error), self._exit_code)
         self._has_told = True
         found = error
         if cause is not None and cause.text != _text(error):
@@ -156,12 +155,16 @@ class Ending:
         board.learn_holder()
         fault = None
         while fault is None:
+            began = time.monotonic()
             if self._stop.wait(seconds):
                 return
+            woke = time.monotonic()
             if self._has_launcher_ended(board) and under_torchrun():
                 # As `launch` has the system do for its ranks.
                 os.kill(os.getpid(), signal.SIGTERM)
+            board.note_pause("still", woke - began - seconds)
             fault = board.look_around()
+            board.note_pause("cut", time.monotonic() - woke)
         if self._failed is None and not self._stop.wait(GRACE_SECONDS) and self._failed is None:
             _say_cause(fault)
             self._exit_code = fault.exit_code

@@ -1,0 +1,59 @@
+"""Ranks of a node that is cut off from the others end before these go on without it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from yuan_train.supervise.agent import POLL_SECONDS, Ranks
+from yuan_train.supervise.room import CUT_SECONDS, LEASE_SECONDS
+
+
+class FakeNursery:
+    """Starts a program that sleeps, in place of a launcher; deaf to SIGTERM as one whose ranks hang."""
+
+    def __init__(self, *, is_deaf: bool) -> None:
+        self._take = signal.SIG_IGN if is_deaf else signal.SIG_DFL
+
+    def fork(self, words: Sequence[str], environment: Mapping[str, str], stderr: int) -> Any:
+        def hear() -> None:
+            signal.signal(signal.SIGTERM, self._take)
+
+        return subprocess.Popen(["sleep", "1000"], stderr=stderr, preexec_fn=hear)
+
+
+def ranks_of(nursery: FakeNursery, folder: Path, seconds: float) -> Ranks:
+    made: Any = nursery
+    return Ranks(made, ["launch"], folder / "next.yaml", lambda: seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_deaf", "ended_by"),
+    [
+        (CUT_SECONDS + 0.1, False, signal.SIGTERM),
+        (LEASE_SECONDS + 0.1, True, signal.SIGKILL),
+    ],
+)
+def test_ranks_that_are_cut_off_save_or_are_killed(
+    tmp_path: Path, seconds: float, is_deaf: bool, ended_by: int
+) -> None:
+    ranks, end = ranks_of(FakeNursery(is_deaf=is_deaf), tmp_path, seconds), time.monotonic() + 60
+    while ranks.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert ranks.poll() == -ended_by
+    assert ranks.fault("b") == f"cut off from the meeting point, or stopped, for {seconds:.0f} s (on b)"
+
+
+@pytest.mark.parametrize(("seconds", "is_deaf"), [(CUT_SECONDS - 0.1, False), (CUT_SECONDS + 0.1, True)])
+def test_others_are_left_alone(tmp_path: Path, seconds: float, is_deaf: bool) -> None:
+    """An answer that is late for a moment is none that does not come; nor is who saves killed at once."""
+    ranks = ranks_of(FakeNursery(is_deaf=is_deaf), tmp_path, seconds)
+    time.sleep(4 * POLL_SECONDS)
+    assert ranks.poll() is None
+    ranks.kill()
