@@ -73,7 +73,8 @@ class WaitingRanks:
     def poll(self) -> int | None:
         return self.code
 
-    def ask_to_end(self) -> None:
+    def ask_to_end(self, within: float) -> None:
+        assert within == agents.HOPELESS_SECONDS
         self.code = 1
 
     def kill(self) -> None:
@@ -83,6 +84,9 @@ class WaitingRanks:
 
     def fault(self, node: str) -> str:
         return "was ended"
+
+    def follow(self) -> bool:
+        return False
 
     def obstacle(self) -> str:
         return ""
@@ -99,6 +103,7 @@ def test_a_start_without_its_lead_ends(monkeypatch: pytest.MonkeyPatch, has_rank
         has_verdict=lambda: False,
         is_abandoned=lambda: next(looks),
         is_past=lambda: False,
+        is_hopeless=lambda: False,
     )
     room: Any = SimpleNamespace(is_halted=lambda: False)
     monkeypatch.setattr(agents, "_start", lambda *_: WaitingRanks() if has_ranks else None)

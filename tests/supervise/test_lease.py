@@ -7,12 +7,15 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from yuan_train.config.errors import CAUSE
+from yuan_train.supervise import agent as agents
 from yuan_train.supervise.agent import POLL_SECONDS, Ranks
-from yuan_train.supervise.room import CUT_SECONDS, LEASE_SECONDS
+from yuan_train.supervise.room import CUT_SECONDS, LEASE_SECONDS, Agent, Directive
 
 
 class FakeNursery:
@@ -57,3 +60,22 @@ def test_others_are_left_alone(tmp_path: Path, seconds: float, is_deaf: bool) ->
     time.sleep(4 * POLL_SECONDS)
     assert ranks.poll() is None
     ranks.kill()
+
+
+@pytest.mark.parametrize(("said", "code"), [("", 2), (f"{CAUSE}rank 0: was killed by SIGKILL", 1)])
+def test_wrong_input_is_told_by_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, code: int
+) -> None:
+    """Others whose exit code says so have heard of it, or have taken a stopped rank for another program."""
+
+    class Saying(FakeNursery):
+        def fork(self, words: Sequence[str], environment: Mapping[str, str], stderr: int) -> Any:
+            line = f"echo 'error: {said}' >&2; echo 'error: the port is taken' >&2; exit 2"
+            return subprocess.Popen(["sh", "-c", line], stderr=stderr)
+
+    monkeypatch.setattr(agents, "_start", lambda *_: ranks_of(Saying(is_deaf=False), tmp_path, 0.0))
+    quiet: Any = SimpleNamespace(is_past=lambda: False, is_abandoned=lambda: False, moved_order=lambda: None)
+    quiet.stop_reason, quiet.is_hopeless, quiet.is_halted = (lambda: None), (lambda: False), (lambda: False)
+    one = Agent("b", "token", "127.0.0.1", 1)
+    done = agents._run_ranks(quiet, quiet, quiet, one, Directive("plan"), None, agents._Signals())
+    assert done.code == code

@@ -140,6 +140,12 @@ class FakeRound:
     def all_done(self) -> dict[int, Done]:
         return self.done
 
+    def is_hopeless(self) -> bool:
+        return self.stopped == "hopeless"
+
+    def give_up(self) -> None:
+        self.stopped = "hopeless"
+
     def stop_reason(self) -> None:
         return None
 
@@ -370,17 +376,20 @@ def test_a_damaged_log_stops_no_lead(
     assert len(round_of(lead).moves) == 1
 
 
-def test_a_start_of_which_an_agent_is_lost_is_ended(
+def test_ranks_of_which_an_agent_is_lost_are_ended(
     plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranks would be waited for as slow ones; once there are steps, the others notice it themselves."""
-    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.5), FakeRoom(), monkeypatch)
-    lead.look_around()
-    assert not stopped(lead)
-    round_of(lead).gone = ("another",)
-    lead.look_around()
-    assert stopped(lead) == "its agent was lost before the first step"
-    round_of(lead).stopped = ""
-    write_lines(tmp_path, lines(2, 3, 0.0, 0))
-    lead.look_around()
-    assert not stopped(lead)
+    """The others would wait for them in a start or a save. A node without ranks keeps nobody."""
+    room = FakeRoom()
+    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    for steps in (0, 3):
+        write_lines(tmp_path, lines(2, steps, 0.0, 0))
+        for gone in ((), ("another",), ("token",)):
+            assert not stopped(lead)
+            round_of(lead).gone = gone
+            lead.look_around()
+        assert stopped(lead) == "hopeless"
+        round_of(lead).stopped, round_of(lead).gone = "", ()
+    round_of(lead).stopped, round_of(lead).done = "hopeless", {0: Done(1, "rank 0 was killed")}
+    lead.judge()
+    assert room.recall("why") == "no word of the agent of card; rank 0 was killed"

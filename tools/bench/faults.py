@@ -67,7 +67,7 @@ LIMIT = 90.0
 SHORT = ("train.timeout=4 s", "train.startup_timeout=20 s")
 CAME = r"[\w, ]+ came(: a step of .*; the move takes about [\w. ]+)?"
 """What the journal says where nothing has happened but that nodes came."""
-PASSES, GOES_ON = 15.0, 30.0
+PASSES, GOES_ON = 10.0, 20.0
 """Seconds after which a fault that has passed is not noticed any more; and in which a run goes on without a
 node that is cut off."""
 EVERY = 10
@@ -512,7 +512,7 @@ def _lose_node(scene: Scene, node: str, chance: random.Random) -> None:
 def _stop_node(scene: Scene, node: str, chance: random.Random) -> None:
     group = group_of(node, scene.folder)
     os.killpg(group, signal.SIGSTOP)
-    time.sleep(chance.uniform(0.0, 25.0))
+    time.sleep(chance.uniform(0.0, 15.0))
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
 

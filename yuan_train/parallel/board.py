@@ -478,10 +478,8 @@ class Board:
         cut = {rank: found["cut"] for rank, found in answers.items() if "cut" in found}
         if still:
             who = _joined([self.name(rank) for rank in still])
-            text = (
-                f"stood still for {max(still.values()):.1f} s: stopped by a signal, or its machine was {why}"
-            )
-            return Fault(min(still), who, text)
+            text = f"stood still for {max(still.values()):.1f} s: stopped by a signal, or with its machine"
+            return Fault(min(still), who, f"{text} {why}")
         if cut:
             # Of a link that fails, the store's holder is at one end, as it seems to all who are at the other.
             others = [rank for rank in self.members if rank not in cut]

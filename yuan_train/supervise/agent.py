@@ -6,6 +6,7 @@ Reads top to bottom: a life of rounds; a round; what the lead does besides.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
@@ -128,7 +129,7 @@ class Ranks:
             self._process = nursery.fork(words, {**os.environ, NEXT_PLAN: str(next_plan)}, write_end)
         finally:
             os.close(write_end)
-        self._asked = False
+        self._asked, self._deadline = False, math.inf
         self.cut = 0.0
         """Seconds for which the node was cut off when they were ended for that; 0: they were not."""
         threading.Thread(target=self._watch_lease, args=(unanswered,), name="lease", daemon=True).start()
@@ -137,8 +138,9 @@ class Ranks:
         """The exit code; None while they run."""
         return self._process.poll()
 
-    def ask_to_end(self) -> None:
-        """Have them save and end; once."""
+    def ask_to_end(self, within: float = math.inf) -> None:
+        """Have them save and end; once. They are killed if they have not after `within` seconds."""
+        self._deadline = min(self._deadline, time.monotonic() + within)
         if not self._asked and self.poll() is None:
             self._asked = True
             self._process.send_signal(signal.SIGTERM)
@@ -167,9 +169,14 @@ class Ranks:
             if seconds > CUT_SECONDS:
                 self.cut = max(self.cut, seconds)
                 self.ask_to_end()
-            if seconds > LEASE_SECONDS:
+            if seconds > LEASE_SECONDS or time.monotonic() > self._deadline:
                 self._process.send_signal(signal.SIGKILL)
             time.sleep(POLL_SECONDS)
+
+    def follow(self) -> bool:
+        """Whether they have ended because of another node's rank, as they say."""
+        self._reader.join(timeout=2)
+        return any(line.startswith(f"error: {CAUSE}") for line in self._lines)
 
     def fault(self, node: str) -> str:
         """What they have said of their fault: whose it was, without how others saw it. `node` is this one's
@@ -191,6 +198,8 @@ class Ranks:
 
 logger = logging.getLogger(__name__)
 
+HOPELESS_SECONDS = 5.0
+"""In which ranks end, by themselves or by force, that wait for those of a node that is gone."""
 SAVE_SECONDS = 60.0
 """In which ranks save and end once the store is gone."""
 LOOK_SECONDS = 0.5
@@ -348,11 +357,12 @@ def _run_ranks(
             if room.is_halted():
                 # Only ever set: a signal may come while the store is asked.
                 signals.leaves = True
-            # Without a lead nobody ends a start whose ranks wait for those of a node that is gone.
-            if signals.leaves or current.stop_reason() is not None or current.is_abandoned():
+            # Without a lead nobody would say that ranks wait for those of a node that is gone.
+            is_hopeless = current.is_abandoned() or current.is_hopeless()
+            if signals.leaves or current.stop_reason() is not None or is_hopeless:
                 if ranks is None:
                     return Done(0, leaves=signals.leaves)
-                ranks.ask_to_end()
+                ranks.ask_to_end(HOPELESS_SECONDS if is_hopeless else math.inf)
             elif ranks is None and (current.any_done() or current.has_verdict()):
                 return Done(0)
             elif lead is not None:
@@ -375,6 +385,9 @@ def _run_ranks(
     if ranks is None:
         return Done(0)
     code = ranks.poll() or 0
+    if code in SPOILT and ranks.follow():
+        # Whose input is wrong says so itself. To others a rank that was stopped looks like another program.
+        code = 1
     fault = ranks.fault(agent.node) if code or ranks.cut else ""
     return Done(code, fault, leaves=signals.leaves, obstacle=ranks.obstacle())
 
@@ -474,6 +487,8 @@ class Lead:
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
         self._looked = time.monotonic()
+        if self._stop_without_lost():
+            return
         if self._plan is not None and not self._has_stepped:
             # A run that has not made a step yet is not moved: that could go on for ever.
             step = last_step(self._job.run)
@@ -481,7 +496,6 @@ class Lead:
             # The ranks strike out of the log what they make again.
             self._first_step = min(self._first_step, step)
             if not self._has_stepped:
-                self._stop_without_lost()
                 return
             self._room.remember("move_seconds", time.monotonic() - self._began)
         waiting = self._room.waiting(self._job.nodes, self._nodes)
@@ -493,11 +507,19 @@ class Lead:
         elif self._plan is not None:
             self._weigh_pace(self._plan)
 
-    def _stop_without_lost(self) -> None:
-        """End a start of which an agent is lost: before ranks have met, they wait for those of a node that is
-        gone as for slow ones, and nobody tells them."""
-        if self._round.lost() and self._round.stop_reason() is None:
-            self._stop("its agent was lost before the first step")
+    def _stop_without_lost(self) -> bool:
+        """End the ranks if the agent of some of them is lost; whether one is.
+
+        They would wait for those of its node, in a start or a save for long, and nothing tells them where it
+        is cut off or has no power.
+        """
+        lost = self._round.lost()
+        used = {node_of(rank) for rank in self._plan.ranks} if self._plan is not None else set[str]()
+        gone = [node for node, agent in self._members.items() if agent.token in lost and node in used]
+        if gone and not self._round.is_hopeless():
+            self._room.remember("why", f"no word of the agent of {_listed(gone)}")
+            self._round.give_up()
+        return bool(gone)
 
     def judge(self) -> None:
         """When this agent's ranks have ended: say what comes next."""
@@ -622,7 +644,7 @@ class Lead:
         leaving = [node for rank, node in enumerate(self._members) if rank in done and done[rank].leaves]
         if leaving:
             self._room.remember("why", f"{_listed(leaving)} had to go (SIGTERM)")
-        if leaving or self._round.stop_reason() is not None:
+        if leaving or self._round.stop_reason() is not None or self._round.is_hopeless():
             if worst is not None:
                 # Something failed while they saved.
                 self._room.remember("why", f"{self._room.recall('why')}; {worst.fault}")

@@ -401,6 +401,14 @@ class Round:
         """Have all ranks save and end."""
         self._store.set("stop", json.dumps(reason))
 
+    def give_up(self) -> None:
+        """As the lead: have all ranks end, which wait for some that are gone."""
+        self._store.set("hopeless", "1")
+
+    def is_hopeless(self) -> bool:
+        """Whether ranks wait for some that are gone."""
+        return self._has("hopeless")
+
     def stop_reason(self) -> str | None:
         """Why the ranks are to end; None: they go on."""
         return _read(self._store, "stop")
