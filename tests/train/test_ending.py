@@ -12,6 +12,7 @@ from typing import NoReturn
 import pytest
 
 from tests.support.spawn import free_port
+from yuan_train.config.errors import CheckpointError
 from yuan_train.parallel.board import Board, Meeting
 from yuan_train.train.ending import Ending
 
@@ -50,6 +51,34 @@ def test_on_a_card_a_rank_says_its_error_and_ends_with_nothing_torn_down(
     assert code == 1 and text.endswith("KeyError: 'no such sample'\n")
     fault = board.look()
     assert fault is not None and fault.rank == 0 and fault.text == "KeyError: 'no such sample'"
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.99.0.1]:15010"), 1),
+        (RuntimeError("PytorchStreamReader failed reading zip archive"), 2),
+    ],
+)
+def test_a_rank_lost_while_all_read_a_checkpoint_is_no_wrong_input(
+    board: Board, cause: RuntimeError, code: int
+) -> None:
+    """Another start may read it."""
+    left: list[int] = []
+
+    def leave(code: int) -> NoReturn:
+        left.append(code)
+        raise Left
+
+    ending = Ending(board, is_card=True, leave=leave)
+    try:
+        with pytest.raises(Left), ending.telling():
+            raise CheckpointError(f"step-5: cannot be read: {cause}") from cause
+    finally:
+        ending.finish()
+    fault = board.look()
+    assert left == [code] and fault is not None and fault.exit_code == code
+    assert fault.text.startswith("step-5: cannot be read")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from yuan_train.config.errors import (
     CAUSE,
     INTERRUPTED,
+    CheckpointError,
     LostRank,
     NotFinite,
     YuanError,
@@ -126,6 +127,9 @@ class Ending:
             # All ranks are here and say the same: a save that is under way may end.
             _say_own(error)
             return error
+        if isinstance(error, CheckpointError) and is_lost_connection(error.__cause__ or error):
+            # What it reads is whole; another rank is not there to read it with.
+            error = LostRank(_text(error))
         self._failed, self._exit_code = error, _code_of(error)
         self._end_after(TEARDOWN_SECONDS)
         # A rank that has lost another one may read why, and then says that alone.
