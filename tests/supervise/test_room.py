@@ -99,7 +99,8 @@ def test_who_remains_is_expected(met: Met) -> None:
 def test_who_stays_needs_no_other_meeting(met: Met) -> None:
     """The next round has them, in their order, with what they say anew; all others meet."""
     ports = {met.lead: 2, met.other: 3}
-    for stay in ((met.lead, met.other), (met.other,), ()):
+    stays: list[tuple[str, ...]] = [(met.lead, met.other), (met.other,), ()]
+    for stay in stays:
         met.round.judge(Verdict(again=True, stay=stay))
         assert met.round.verdict() == met.others.verdict()
         rounds = {

@@ -464,7 +464,8 @@ def _has_agent(node: str, folder: Path) -> bool:
 def _names_of(scene: Scene, node: str) -> tuple[str, ...]:
     """How the journal may call what is on a node: itself, its cards, and the first of all ranks."""
     first = ("rank 0:",) if node == next(iter(scene.cards)) else ()
-    return (f"{node} went", f"{node} had to go", f"({node}/", f"(on {node})", *first)
+    agents = (f"{node} went", f"{node} had to go", f"the agent of {node}")
+    return (*agents, f"({node}/", f"(on {node})", *first)
 
 
 def _starts(folder: Path) -> list[re.Match[str]]:
