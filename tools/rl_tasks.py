@@ -26,6 +26,8 @@ CONFIG = Path(__file__).resolve().parents[1] / "configs/run/rl-tiny.yaml"
 EQUALS, END = 10, 11
 REWARDS = {"right": 1.0, "ends": 0.2}
 STEPS = {"sum": 150, "copy": 40, "successor": 100}
+TWO_TURNS = (f"environment={__file__}:Successor", "generation.max_new_tokens=6")
+"""Of the run of `successor`, which has no rewards beside the environment's."""
 
 
 def right(completion_ids: list[int], answer: str) -> float:
@@ -114,7 +116,7 @@ def learn(task: str, seed: int, folder: Path, overrides: list[str]) -> tuple[flo
     own = [f"train.seed={seed}", f"train.steps={STEPS[task]}", f"log.directory={folder}", "log.every=50"]
     own.append("train.device=auto")
     if task == "successor":
-        own += [f"environment={__file__}:Successor", "generation.max_new_tokens=6"]
+        own += TWO_TURNS
     words = run_words(folder, task, [*own, *overrides], {} if task == "successor" else REWARDS)
     if code := yuan_train(["rl", *words]):
         raise SystemExit(code)
