@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 import time
@@ -186,10 +185,10 @@ class _Paces:
         self._warm_up: dict[tuple[Hashable, ...], list[float]] = {}
         """Processor seconds of each kind's first pieces."""
         self._frozen: dict[tuple[Hashable, ...], float] = {}
-        self._paced = 0
-        """Pieces since overruns were told of that had a pace."""
-        self._over: list[float] = []
-        """Seconds that each of those that took longer did so."""
+        self._paced = self._over = 0
+        """Pieces since overruns were told of that had a pace, and those that took longer."""
+        self._over_seconds = self._most_over = 0.0
+        """By which they did, in all and at most."""
 
     def seconds(self, kind: tuple[Hashable, ...], used: float, *, lasted: float | None) -> float:
         """That a piece of work, of so many processor seconds, is to last; of one that goes on, so far.
@@ -203,24 +202,28 @@ class _Paces:
         if pace is not None:
             self._paced += 1
             if lasted > pace:
-                self._over.append(lasted - pace)
+                self._over += 1
+                self._over_seconds += lasted - pace
+                self._most_over = max(self._most_over, lasted - pace)
             return pace
         if kind:
             first = self._warm_up.setdefault(kind, [])
             first.append(used)
             if len(first) == WARM_UP_PIECES:
-                self._frozen[kind] = self._simulated.slowdown * statistics.median(first)
+                self._frozen[kind] = self._simulated.slowdown * statistics.median(self._warm_up.pop(kind))
         return slowed
 
     def overruns(self) -> str | None:
         """What is to be said of them since the last call; None if there are none."""
-        over, paced, self._over, self._paced = self._over, self._paced, [], 0
-        if not over:
-            return None
-        return (
-            f"of {paced:,} pieces of this simulated card's work {len(over):,} took longer than its pace, by "
-            f"{math.fsum(over):.3f} s in all and {max(over):.3f} s at most; give it a larger slowdown"
-        )
+        said = None
+        if self._over:
+            said = (
+                f"of {self._paced:,} pieces of this simulated card's work {self._over:,} took longer than its "
+                f"pace, by {self._over_seconds:.3f} s in all and {self._most_over:.3f} s at most; a slower one "
+                "would keep its pace"
+            )
+        self._paced, self._over, self._over_seconds, self._most_over = 0, 0, 0.0, 0.0
+        return said
 
 
 class _Running:
