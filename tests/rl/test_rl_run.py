@@ -391,9 +391,7 @@ def test_a_simulated_card_keeps_its_pace_and_tells_what_takes_longer(
     counts: dict[str, int] = {}
     # A pace that nothing keeps; and one that is measured, which about a half of what follows does not.
     for name, slowdown, pace in (("given", 1.0, 1e-9), ("measured", 1 + 1e-9, None)):
-        card = DeviceType(
-            memory=2**32, fp32=1e9, memory_bandwidth=1e9, slowdown=slowdown, piece_seconds=pace
-        )
+        card = DeviceType(memory=2**32, fp32=1e9, memory_bandwidth=1e9, slowdown=slowdown, piece_seconds=pace)
         ranks = tuple(replace(rank, type="slow") for rank in plan.ranks)
         simulated = replace(plan, ranks=ranks, device_types={"slow": card})
         lines = run_rl(RLCase(project, tmp_path / name, simulated, overrides))

@@ -218,9 +218,9 @@ class _Paces:
         said = None
         if self._over:
             said = (
-                f"of {self._paced:,} pieces of this simulated card's work {self._over:,} took longer than its "
-                f"pace, by {self._over_seconds:.3f} s in all and {self._most_over:.3f} s at most; a slower one "
-                "would keep its pace"
+                f"of {self._paced:,} pieces of this simulated card's work {self._over:,} took longer than "
+                f"its pace, by {self._over_seconds:.3f} s in all and {self._most_over:.3f} s at most; a "
+                "slower one would keep its pace"
             )
         self._paced, self._over, self._over_seconds, self._most_over = 0, 0, 0.0, 0.0
         return said
