@@ -68,6 +68,12 @@ def mean(lines: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.fmean(line[key] for line in lines)
 
 
+def middle(lines: Sequence[dict[str, Any]], key: str) -> float:
+    """The mean of the middle half: a step in which the whole machine stood still is none of the cards'."""
+    cut = len(lines) // 4
+    return statistics.fmean(sorted(line[key] for line in lines)[cut : len(lines) - cut])
+
+
 # --- what asynchrony gains ---------------------------------------------------------------------------------
 
 CHANGES = (
@@ -165,12 +171,12 @@ def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps:
     used = 16 * len(lines) + sum(line["groups_filtered"] + line["groups_failed"] for line in lines)
     said = (folder / "log/said.txt").read_text()
     return Measured(
-        step=mean(later, "step_seconds"),
-        generate=mean(later, "generation_seconds"),
-        train=mean(later, "training_seconds"),
-        score=mean(later, "scoring_seconds"),
-        publish=mean(later, "sync_seconds"),
-        idle={role: mean(later, f"idle_{role}") for role in ROLES},
+        step=middle(later, "step_seconds"),
+        generate=middle(later, "generation_seconds"),
+        train=middle(later, "training_seconds"),
+        score=middle(later, "scoring_seconds"),
+        publish=middle(later, "sync_seconds"),
+        idle={role: middle(later, f"idle_{role}") for role in ROLES},
         oldest=max(line["staleness_max"] for line in lines),
         unused=lines[-1]["next_ticket"] - used,
         over=sum(map(float, re.findall(r"longer than its pace, by ([\d.]+) s", said))) / len(lines),
