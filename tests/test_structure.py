@@ -73,7 +73,7 @@ ROOMS = {
     "planner": (62, 11999),
     "profile": (5, 1442),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7108),
+    "rl": (21, 7107),
     "schedule": (9, 2068),
     "serve": (6, 1793),
     "supervise": (7, 1854),  # ranks that are forked, rounds that begin early

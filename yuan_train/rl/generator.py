@@ -408,8 +408,7 @@ class Engine:
         self._group_size = group
         self._max_length = max_prompt_tokens + max_new_tokens
         self._chunk = prefill_chunk
-        self._device = device
-        self._dtype = dtype
+        self._device, self._dtype = device, dtype
         self._ranks = ranks
         self._documents = documents
         workers = runtime.grid.workers(runtime.coord.pipeline)
