@@ -61,7 +61,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (10, 3029),
     "cli": (32, 6814),  # a terminal view of a run, and its cluster; an agent in two halves
-    "config": (17, 6443),  # signals, of seven commands; durations in words and the rent of nodes
+    "config": (17, 6445),  # signals, of seven commands; durations in words and the rent of nodes
     "data": (11, 3104),
     "estimate": (5, 1054),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
@@ -69,15 +69,15 @@ ROOMS = {
     "megatron": (4, 1154),
     "models": (27, 3663),
     "objectives": (3, 306),
-    "parallel": (27, 8050),  # with what moves a run in place, and who was away is named
+    "parallel": (27, 8126),  # who was away is named; paces of simulated cards, by kind of work
     "planner": (62, 11999),
     "profile": (5, 1442),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7099),
+    "rl": (21, 7107),
     "schedule": (9, 2068),
     "serve": (6, 1793),
-    "supervise": (7, 2043),  # ranks that are forked, rounds that begin early, a lease of who is cut off
-    "train": (25, 6518),  # it is noted how long a rank stood still
+    "supervise": (7, 2043),  # rounds without a meeting, seats, a lease of who is cut off
+    "train": (25, 6519),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

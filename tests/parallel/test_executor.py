@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from tests.support.fake_card import FakeCard
 from yuan_train.config.devices import Simulated
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.executor import WARM_UP_PIECES, Executor, Stopwatch
 from yuan_train.parallel.tiers.slab import begin_copy, make_link
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
@@ -68,7 +70,7 @@ class Scale:
         output = x * self.weight
         return output.sum() if self.last else output
 
-    def splitting(self, micro_batch: int, split: bool) -> nullcontext[None]:
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
         assert not split
         return nullcontext()
 
@@ -191,16 +193,6 @@ def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch
     with watch.running():
         clock.work(processor=1.0, waiting=9.0)
     assert watch.read() == 10.0 and watch.read() == 0.0
-    # Or each piece lasts as long as its card's pace says, but for what takes longer, pauses left out.
-    steady = Stopwatch(CPU, simulated=Simulated(4.0, piece_seconds=3.0))
-    for processor, lasts in ((0.5, 3.0), (1.0, 3.0), (5.0, 5.0)):
-        with steady.running():
-            clock.work(processor=processor / 2)
-            steady.catch_up()
-            with steady.paused():
-                clock.work(processor=7.0)
-            clock.work(processor=processor / 2)
-        assert steady.read() == lasts
     # What a piece of work starts half-way starts when a card of that speed would have come so far.
     watch.catch_up()
     began = clock.now
@@ -210,6 +202,87 @@ def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch
         assert clock.now - began == 4.0
         clock.work(processor=1.0)
     assert watch.read() == 8.0
+
+
+def test_a_simulated_card_keeps_the_pace_of_its_first_pieces(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+    watch = Stopwatch(CPU, simulated=Simulated(4.0))
+
+    def piece(processor: float, *kind: str, waiting: float = 0.0, half: str = "") -> float:
+        with watch.running(*kind):
+            clock.work(processor=processor / 2)
+            watch.catch_up()
+            with watch.paused():
+                clock.work(processor=7.0)
+            clock.work(processor=processor / 2, waiting=waiting)
+            if half:
+                watch.is_of(half)
+        return watch.read()
+
+    # Cold first, then 1 or 3 s; a piece whose median is another is of another kind.
+    first = [9.0, *[1.0, 3.0, 2.0] * ((WARM_UP_PIECES - 1) // 3)]
+    assert [piece(used, "forward") for used in first] == [4 * used for used in first]
+    assert [piece(used, "forward", half="long") for used in first] == [4 * used for used in first]
+    assert [piece(used, "forward") for used in (0.5, 2.0, 3.0)] == [8.0] * 3
+    assert piece(0.5, "backward") == 2.0 and piece(0.5) == 2.0
+    watch.tell_overruns()
+    assert not capsys.readouterr().err
+    # What takes longer by itself lasts as long as it takes, and is told of.
+    assert piece(1.0, "forward", waiting=11.0) == 13.5 and piece(1.0, "forward", waiting=4.0) == 8.0
+    watch.tell_overruns()
+    told = capsys.readouterr().err
+    assert "note: of 2 pieces" in told and " 1 took longer than its pace, by 5.500 s in all" in told
+    # The pace of pieces of no kind is never known; that of a card that says it is, from the first on.
+    assert [piece(1.0) for _ in range(WARM_UP_PIECES + 1)] == [4.0] * (WARM_UP_PIECES + 1)
+    watch = Stopwatch(CPU, simulated=Simulated(1.0, piece_seconds=3.0))
+    assert [piece(used) for used in (0.5, 1.0, 5.0)] == [3.0, 3.0, 5.0]
+
+
+def test_a_frozen_piece_of_work_starts_things_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+    watch = Stopwatch(CPU, simulated=Simulated(4.0))
+    found: list[tuple[float, float]] = []
+    for processor in (*[1.0] * WARM_UP_PIECES, 0.5, 1.25, 2.5):
+        began = clock.now
+        with watch.running("backward"):
+            clock.work(processor=processor / 2)
+            watch.catch_up()
+            half = clock.now - began
+            clock.work(processor=processor / 2)
+        found.append((half, clock.now - began))
+    # As far as the processor says, and no later than the end of it.
+    assert found == [(2.0, 4.0)] * WARM_UP_PIECES + [(1.0, 4.0), (2.5, 4.0), (4.0, 5.25)]
+
+
+def test_forwards_and_backwards_have_paces_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+    draw = random.Random(0)
+
+    class Timed(Scale):
+        def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+            clock.work(processor=draw.choice((1.0, 1.0, 1.0, 2.0)))
+            return super().forward(micro_batch, hidden_BSH)
+
+        @contextmanager
+        def splitting(self, micro_batch: int, split: bool) -> Iterator[None]:
+            clock.work(processor=3.0)
+            yield
+
+    watch = Stopwatch(CPU, simulated=Simulated(4.0))
+    training = make_schedule("1f1b", num_stages=1, num_micro_batches=WARM_UP_PIECES)[0]
+    evaluation = forward_only(num_stages=1, num_micro_batches=WARM_UP_PIECES)[0]
+    executor = Executor({0: Timed(1.0, first=True, last=True)}, None, watch)
+    found: list[float] = []
+    for program in (training, training, evaluation, training, evaluation):
+        executor.run(program)
+        found.append(watch.read() / WARM_UP_PIECES)
+    assert found[0] > found[1] == found[3] == 16.0
+    assert found[2] > found[4] == 4.0
 
 
 def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:

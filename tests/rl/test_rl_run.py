@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from tests.support.hf_decoders import write_tokenizer
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import start_command
 from yuan_train.cli.main import main
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import CheckpointError, DataError, PlanError, TrainingError
 from yuan_train.config.plan import single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
+from yuan_train.parallel.executor import WARM_UP_PIECES
 from yuan_train.rl import loop
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.experience import Sample
@@ -377,3 +380,24 @@ def test_the_best_weights_are_kept_and_those_before_the_first_step_measured(tmp_
     best = 1 + max(range(4), key=lambda n: (scores[n], -n))
     kept = {int(folder.name.removeprefix("step-")) for folder in (tmp_path / "c").glob("step-*")}
     assert kept == {best, 4}
+
+
+def test_a_simulated_card_keeps_its_pace_and_tells_what_takes_longer(
+    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ("train.steps=20",)
+    plan = single_card_plan(policy_run(load_rl(project), sequence_length=load_rl(project).sequence_length))
+    plain = run_rl(RLCase(project, tmp_path / "plain", overrides=overrides))
+    counts: dict[str, int] = {}
+    # A pace that nothing keeps; and one that is measured, which about a half of what follows does not.
+    for name, slowdown, pace in (("given", 1.0, 1e-9), ("measured", 1 + 1e-9, None)):
+        card = DeviceType(memory=2**32, fp32=1e9, memory_bandwidth=1e9, slowdown=slowdown, piece_seconds=pace)
+        ranks = tuple(replace(rank, type="slow") for rank in plan.ranks)
+        simulated = replace(plan, ranks=ranks, device_types={"slow": card})
+        lines = run_rl(RLCase(project, tmp_path / name, simulated, overrides))
+        assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
+        told = re.findall(r"note: of ([\d,]+) pieces .* work ([\d,]+) took longer", capfd.readouterr().err)
+        (counts[name], longer) = (int(number.replace(",", "")) for number in told[0])
+        assert len(told) == 1 and (longer == counts[name] if pace else 0 < longer)
+    # The first ones of at least forwards, backwards and rounds have no pace.
+    assert counts["given"] - counts["measured"] >= 3 * WARM_UP_PIECES

@@ -1,13 +1,15 @@
 """Steps of reinforcement learning on simulated cards: what asynchrony gains, and forecasts from a profile.
 
 Ranks are processes of this machine that sleep after their computations, until these have taken `slowdown`
-times as long, so that two cores are enough to see three cards at work at once.
+times as long, so that two cores are enough to see three cards at work at once. After a warm-up the pieces of
+a kind of work all last as long as the median of its first ones, whatever else the machine does.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -21,31 +23,38 @@ import torch
 from safetensors.torch import save_file
 
 from tools.bench.harness import MISSED, Row, case
-from tools.rl_tasks import CONFIG, run_words
+from tools.rl_tasks import CONFIG, TWO_TURNS, run_words
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.parallel.executor import WARM_UP_PIECES
 from yuan_train.planner.roles.play import FlowTimes, Play, play
 
 NEARNESS = 0.15
 """The largest error of a forecast of a step, and of an idle share."""
 
 
-def call(*words: str | Path) -> str:
-    """What a command of ours prints. Raises SystemExit with what it says if it fails."""
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command of ours. Raises SystemExit with what it says if it fails."""
     command = [sys.executable, "-m", "yuan_train", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return done.stdout
+    return done
+
+
+def call(*words: str | Path) -> str:
+    """What a command of ours prints. Raises SystemExit with what it says if it fails."""
+    return run(*words).stdout
 
 
 def launch(plan: Path, log: Path, words: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """Run a plan; the metrics of its steps."""
     (log / "metrics.jsonl").unlink(missing_ok=True)
     more = (f"log.directory={log}", f"train.steps={steps}")
-    call("launch", "--plan", plan, "--this-node", "all", *words, *more)
+    said = run("launch", "--plan", plan, "--this-node", "all", *words, *more).stderr
+    (log / "said.txt").write_text(said)
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -59,10 +68,22 @@ def mean(lines: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.fmean(line[key] for line in lines)
 
 
+def middle(lines: Sequence[dict[str, Any]], key: str) -> float:
+    """The mean of the middle half: a step in which the whole machine stood still is none of the cards'."""
+    cut = len(lines) // 4
+    return statistics.fmean(sorted(line[key] for line in lines)[cut : len(lines) - cut])
+
+
 # --- what asynchrony gains ---------------------------------------------------------------------------------
 
-CHANGES = ("train.prompts_per_step=16", "generation.max_new_tokens=12", "generation.stop_ids=[]")
+CHANGES = (
+    *("train.prompts_per_step=16", "generation.max_new_tokens=12", "generation.stop_ids=[]"),
+    # Little work, in eight pieces each way a step, so that a busy machine has time for it too.
+    *("algorithm.group=4", "train.micro_batch_size=8"),
+)
 WARM_UP = 4
+PACED_AFTER = WARM_UP_PIECES + 2
+"""Steps behind which all work has its pace: prompts are read in one piece a batch."""
 FASTER_ENGINE = 2.0
 """The first engine's speed, in that of the second; it takes that many times as many prompts."""
 GAIN = 0.8
@@ -86,60 +107,79 @@ class Measured:
     """The largest staleness."""
     unused: int
     """Tickets of the trained batches that no batch was made of."""
+    over: float
+    """By which pieces of work took longer than their pace, over all steps and cards."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as long a step would take if the parts took turns."""
+        return (self.generate + self.train) / self.step
+
+    @property
+    def most(self) -> float:
+        """What that can be."""
+        return (self.generate + self.train) / max(self.generate, self.train)
 
 
-@case("rl/asynchronous", ratio=("1/1", "2/1", "1/2"), seconds=(0.8,), steps=(16,))
+@case(
+    "rl/asynchronous",
+    formats={"tg s": ".3f", "tt s": ".3f", "step s": ".3f", "gain": ".3f", "of most": ".1%", "over": ".2%"},
+    ratio=("1/1", "2/1", "1/2"),
+    seconds=(1.0,),
+    steps=(12,),
+)
 def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
-    """One card trains, two unlike ones generate: sync, staleness 1 and 2, beside (tg + tt) / max(tg, tt).
+    """One card trains, two unlike ones generate: sync, staleness 1 and 2. Of each run: seconds of generation
+    (tg), training (tt) and a step, the gain (tg + tt) / step, its share of the most that it can be, which is
+    (tg + tt) / max(tg, tt), and a forecast, the flow of its parts in virtual time.
 
-    `ratio`: tg / tt, of which 1 is `seconds`. Forecasts are the flow in virtual time of the parts that sync
-    mode has measured.
+    `ratio`: tg / tt, of which 1 is `seconds`. `over`: by how much work took longer than its pace, of a step.
     """
     generate, train = map(float, ratio.split("/"))
     with tempfile.TemporaryDirectory() as name:
         folder, first = Path(name), (8.0, 8.0)
-        trial = _measure(folder, first, staleness=0, steps=WARM_UP + 4)
+        trial = _measure(folder, first, staleness=0, steps=4)
         cards = first[0] * train * seconds / trial.train, first[1] * generate * seconds / trial.generate
-        sync = _measure(folder, cards, staleness=0, steps=steps)
-        most = (sync.generate + sync.train) / max(sync.generate, sync.train)
         for staleness in (0, 1, 2):
-            run = _measure(folder, cards, staleness=staleness, steps=steps) if staleness else sync
-            flow, gain = _forecast(sync, staleness), sync.step / run.step
+            run = _measure(folder, cards, staleness=staleness, steps=steps)
+            flow = _forecast(run, staleness)
             error = flow.step_seconds / run.step - 1
-            row: Row = {"ratio": ratio, "staleness": staleness, "step s": f"{run.step:.2f}"}
-            row |= {
-                "forecast": f"{flow.step_seconds:.2f} ({error:+.0%})",
-                "gain": f"{gain:.2f} of {most:.2f}",
-            }
+            row: Row = {"ratio": ratio, "staleness": staleness}
+            row |= {"tg s": run.generate, "tt s": run.train, "step s": run.step}
+            row |= {"forecast": f"{flow.step_seconds:.3f} ({error:+.1%})"}
+            row |= {"gain": run.gain, "of most": run.gain / run.most, "over": run.over / run.step}
             for role, actor in ROLES.items():
                 row[f"idle {role}, forecast"] = f"{run.idle[role]:.0%}, {flow.idle(actor):.0%}"
             if abs(error) > NEARNESS:
                 row[MISSED] = f"staleness {staleness}: forecast off by {error:+.0%}"
-            elif staleness and (gain < GAIN * most or run.oldest > staleness or run.unused):
+            elif staleness and (run.gain < GAIN * run.most or run.oldest > staleness or run.unused):
                 row[MISSED] = (
-                    f"staleness {staleness}: {gain / most:.0%} of the gain, {run.unused} thrown away"
+                    f"staleness {staleness}: {run.gain / run.most:.0%} of the gain, {run.unused} thrown away"
                 )
             yield row
 
 
 def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps: int) -> Measured:
+    """Of so many steps once all work has its pace."""
     policy, first = cards
     engines = alike(first, first * FASTER_ENGINE, CHANGES)
     plan = roles_plan(card(policy), engines, staleness=staleness, changes=CHANGES)
     save_rl_plan(folder / "plan.yaml", plan)
     words = run_words(folder, "sum", CHANGES, {"right": 1.0})
-    lines = launch(folder / "plan.yaml", folder / "log", words, steps)
-    later = lines[WARM_UP:]
+    lines = launch(folder / "plan.yaml", folder / "log", words, PACED_AFTER + steps)
+    later = lines[PACED_AFTER:]
     used = 16 * len(lines) + sum(line["groups_filtered"] + line["groups_failed"] for line in lines)
+    said = (folder / "log/said.txt").read_text()
     return Measured(
-        step=mean(later, "step_seconds"),
-        generate=median(later, "generation_seconds"),
-        train=median(later, "training_seconds"),
-        score=median(later, "scoring_seconds"),
-        publish=median(later, "sync_seconds"),
-        idle={role: mean(later, f"idle_{role}") for role in ROLES},
+        step=middle(later, "step_seconds"),
+        generate=middle(later, "generation_seconds"),
+        train=middle(later, "training_seconds"),
+        score=middle(later, "scoring_seconds"),
+        publish=middle(later, "sync_seconds"),
+        idle={role: middle(later, f"idle_{role}") for role in ROLES},
         oldest=max(line["staleness_max"] for line in lines),
         unused=lines[-1]["next_ticket"] - used,
+        over=sum(map(float, re.findall(r"longer than its pace, by ([\d.]+) s", said))) / len(lines),
     )
 
 
@@ -210,9 +250,9 @@ def _with_cards(plan: Plan, cards: Sequence[DeviceType], node: str) -> Plan:
     return replace(plan, ranks=ranks, device_types=types)
 
 
-def _forecast(sync: Measured, staleness: int) -> Play:
+def _forecast(run: Measured, staleness: int) -> Play:
     """The flow in virtual time; the busier engine stands for both."""
-    times = FlowTimes(generate=(sync.generate,), score=sync.score, train=sync.train, publish=sync.publish)
+    times = FlowTimes(generate=(run.generate,), score=run.score, train=run.train, publish=run.publish)
     return play(times, staleness=staleness, shared=False, scores_apart=False)
 
 
@@ -229,9 +269,21 @@ def reward(seed: int, mode: str, steps: int, rate: float) -> Row:
     """The mean reward of the last 20 steps, of at most 1.20, of digits to be copied: one card trains, two
     generate."""
     changes = _changes(seed, mode, rate)
-    lines = _learn(mode, alike(1.0, FASTER_ENGINE, changes), {"right": 1.0, "ends": 0.2}, steps, changes)
+    engines = alike(1.0, FASTER_ENGINE, changes)
+    lines = _learn("copy", mode, engines, {"right": 1.0, "ends": 0.2}, steps, changes)
     row: Row = {"seed": seed, "mode": mode, "reward": mean(lines[-LAST:], "reward")}
     return row | {"oldest": max(line["staleness_max"] for line in lines)}
+
+
+@case("rl/turns", formats={"reward": ".3f"}, seed=(0, 1, 2), mode=tuple(MODES), steps=(100,), rate=(2e-3,))
+def turns(seed: int, mode: str, steps: int, rate: float) -> Row:
+    """The same, of at most 2.40, of answers of two turns: what the second one is to say the environment alone
+    knows."""
+    changes = (*_changes(seed, mode, rate), *TWO_TURNS)
+    lines = _learn("successor", mode, alike(1.0, FASTER_ENGINE, changes), {}, steps, changes)
+    row: Row = {"seed": seed, "mode": mode, "first": f"{lines[0]['reward']:.2f}"}
+    row |= {"reward": mean(lines[-LAST:], "reward"), "oldest": max(line["staleness_max"] for line in lines)}
+    return row | {"thrown away": lines[-1]["next_ticket"] - 32 * steps}
 
 
 @case(
@@ -248,7 +300,7 @@ def unlike_reward(seed: int, mode: str, steps: int, rate: float) -> Row:
     changes = _changes(seed, mode, rate)
     changes += ("model.max_sequence_length=64", "generation.max_new_tokens=48", "algorithm.group=4")
     changes += ("train.micro_batch_size=32",)
-    lines = _learn(mode, unlike_engines(0.0, parts=2), {"right": 1.0}, steps, changes)
+    lines = _learn("copy", mode, unlike_engines(0.0, parts=2), {"right": 1.0}, steps, changes)
     row: Row = {"seed": seed, "mode": mode, "reward": mean(lines[-LAST:], "reward")}
     row["tokens"] = statistics.fmean(line["answer_tokens"]["mean"] for line in lines)
     row |= {"oldest": max(line["staleness_max"] for line in lines)}
@@ -261,16 +313,19 @@ def _changes(seed: int, mode: str, rate: float) -> tuple[str, ...]:
 
 
 def _learn(
-    mode: str, engines: Sequence[EngineCard], rewards: dict[str, float], steps: int, changes: tuple[str, ...]
+    task: str,
+    mode: str,
+    engines: Sequence[EngineCard],
+    rewards: dict[str, float],
+    steps: int,
+    changes: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """The metrics of digits to be copied."""
+    """The metrics of a task that is learned."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan = roles_plan(card(), engines, staleness=MODES[mode], changes=changes)
         save_rl_plan(folder / "plan.yaml", plan)
-        return launch(
-            folder / "plan.yaml", folder / "log", run_words(folder, "copy", changes, rewards), steps
-        )
+        return launch(folder / "plan.yaml", folder / "log", run_words(folder, task, changes, rewards), steps)
 
 
 # --- answers of unlike length ------------------------------------------------------------------------------

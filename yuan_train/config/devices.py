@@ -33,7 +33,7 @@ class Simulated:
     """How long a piece of work lasts where a process simulates a card."""
 
     slowdown: float = 1.0
-    """Of the processor time that it used; 1 on a real card."""
+    """Of the processor time that it used, or pieces of its kind did at first; 1 on a real card."""
     piece_seconds: float | None = None
     """In place of that; None: as `slowdown` says."""
 
@@ -72,7 +72,9 @@ class DeviceType:
     gloo, via host memory, and so do those of cards whose backend is gloo."""
     slowdown: Annotated[float, Ge(1)] | None = None
     """Only for cards simulated by a CPU process: after each computation the process waits, so that it takes
-    this many times as long."""
+    this many times as long as the processor's time for it. From the 17th piece of a kind of work on, such as
+    a round of generation, that is the median of the first 16. Other work on the machine then changes no
+    figure, unless a piece takes longer by itself, of which a note tells."""
     piece_seconds: Annotated[float, Gt(0), Unit("seconds")] | None = None
     """Likewise: each piece of work, such as the forward of a micro-batch or a round of generation, lasts so
     long, whatever it took; one that takes longer lasts as long as it takes. Figures then repeat on a machine

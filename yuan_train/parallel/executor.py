@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -59,18 +61,28 @@ class GroupWork(Protocol):
         ...
 
 
+WARM_UP_PIECES = 16
+"""Pieces of a kind of work after which a simulated card takes as long for each as their median says."""
+
+
 class Stopwatch:
     """Measures the seconds that a device spends on compute.
 
-    A simulated card sleeps after each piece of work, until the work has lasted `slowdown` times the processor
-    time that it used, or as long as its type says of any piece.
+    A simulated card sleeps after each piece of work, until this has lasted `slowdown` times the processor
+    time that it used. Other work on the machine changes that time, in caches and in what two threads of a
+    core share. So once WARM_UP_PIECES of a kind are done, each that follows lasts `slowdown` times their
+    median; or, from the first on, as long as the card's type says of any piece. One whose work alone takes
+    longer lasts as long as that, and is told of by `tell_overruns`.
     """
 
     def __init__(self, device: Device, *, simulated: Simulated = REAL) -> None:
         self._device = device
         self._simulated = simulated
-        self._left = 0.0
-        """Seconds that the piece of work that is running is to last yet, if the card's type says how long."""
+        self._paces = _Paces(simulated)
+        self._kind: tuple[Hashable, ...] = ()
+        """Of the piece of work that is running; empty: of no kind, so that it has no pace."""
+        self._lasted = self._used = 0.0
+        """Wall and processor seconds of the piece of work that is running, before it was resumed."""
         self._seconds = 0.0
         self._since: tuple[float, float] | None = None
         """Wall and processor seconds at the start of the piece of work that is running, or resumed."""
@@ -79,16 +91,24 @@ class Stopwatch:
         """Where a piece of work that is running on a card began, or was resumed."""
         self._running = _Running(self)
 
-    def running(self) -> AbstractContextManager[None]:
-        """Around a piece of work: count its seconds. Pieces do not nest; one that raises is not counted."""
+    def running(self, *kind: Hashable) -> AbstractContextManager[None]:
+        """Around a piece of work: count its seconds. Pieces do not nest; one that raises is not counted.
+
+        `kind`: what pieces of as much work have in common. Those without are as long as each of them is.
+        """
+        self._kind = kind
         return self._running
+
+    def is_of(self, *kind: Hashable) -> None:
+        """Inside a piece of work that has a kind: what else tells it from others of that."""
+        self._kind += kind
 
     def start(self) -> None:
         """A piece of work begins."""
         if self._device.is_card:
             self._begun = self._device.mark(timed=True)
         else:
-            self._left = self._simulated.piece_seconds or 0.0
+            self._lasted = self._used = 0.0
             self._since = self._now()
 
     def stop(self) -> None:
@@ -132,15 +152,20 @@ class Stopwatch:
     def _count(self, *, ends: bool = False) -> None:
         """`ends`: with the piece of work, which else goes on."""
         assert self._since is not None
-        start_wall, start_processor = self._since
-        if self._simulated.piece_seconds is not None:
-            if ends:
-                time.sleep(max(0.0, start_wall + self._left - time.perf_counter()))
-            self._left -= time.perf_counter() - start_wall
-        elif self._simulated.slowdown > 1:
-            due = start_wall + self._simulated.slowdown * (time.thread_time() - start_processor)
-            time.sleep(max(0.0, due - time.perf_counter()))
-        self._seconds += time.perf_counter() - start_wall
+        start, start_processor = self._since
+        if self._simulated.is_simulated:
+            self._used += time.thread_time() - start_processor
+            lasted = self._lasted + time.perf_counter() - start
+            due = self._paces.seconds(self._kind, self._used, lasted=lasted if ends else None)
+            time.sleep(max(0.0, due - lasted))
+        seconds = time.perf_counter() - start
+        self._lasted += seconds
+        self._seconds += seconds
+
+    def tell_overruns(self) -> None:
+        """Say, at the end of a run, which part of the work took longer than its pace since the last call."""
+        if (said := self._paces.overruns()) is not None:
+            print(f"note: {said}", file=sys.stderr)
 
     def read(self) -> float:
         """Seconds counted since the last call; waits for the device."""
@@ -150,6 +175,55 @@ class Stopwatch:
             self._pieces.clear()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+class _Paces:
+    """How long a simulated card takes for the pieces of its work, by kind."""
+
+    def __init__(self, simulated: Simulated) -> None:
+        self._simulated = simulated
+        self._warm_up: dict[tuple[Hashable, ...], list[float]] = {}
+        """Processor seconds of each kind's first pieces."""
+        self._frozen: dict[tuple[Hashable, ...], float] = {}
+        self._paced = self._over = 0
+        """Pieces since overruns were told of that had a pace, and those that took longer."""
+        self._over_seconds = self._most_over = 0.0
+        """By which they did, in all and at most."""
+
+    def seconds(self, kind: tuple[Hashable, ...], used: float, *, lasted: float | None) -> float:
+        """That a piece of work, of so many processor seconds, is to last; of one that goes on, so far.
+
+        `lasted`: its wall seconds, if it ends; None: it goes on.
+        """
+        slowed = self._simulated.slowdown * used
+        pace = self._simulated.piece_seconds or self._frozen.get(kind)
+        if lasted is None:
+            return slowed if pace is None else min(slowed, pace)
+        if pace is not None:
+            self._paced += 1
+            if lasted > pace:
+                self._over += 1
+                self._over_seconds += lasted - pace
+                self._most_over = max(self._most_over, lasted - pace)
+            return pace
+        if kind:
+            first = self._warm_up.setdefault(kind, [])
+            first.append(used)
+            if len(first) == WARM_UP_PIECES:
+                self._frozen[kind] = self._simulated.slowdown * statistics.median(self._warm_up.pop(kind))
+        return slowed
+
+    def overruns(self) -> str | None:
+        """What is to be said of them since the last call; None if there are none."""
+        said = None
+        if self._over:
+            said = (
+                f"of {self._paced:,} pieces of this simulated card's work {self._over:,} took longer than "
+                f"its pace, by {self._over_seconds:.3f} s in all and {self._most_over:.3f} s at most; a "
+                "slower one would keep its pace"
+            )
+        self._paced, self._over, self._over_seconds, self._most_over = 0, 0, 0.0, 0.0
+        return said
 
 
 class _Running:
@@ -249,7 +323,7 @@ class Executor:
         elif step.kind in ("backward", "backward_input"):
             self._backward(task)
         elif step.kind == "backward_weight":
-            with during(task.activity), self._stopwatch.running():
+            with during(task.activity), self._stopwatch.running(step.kind, step.stage):
                 self._works[step.stage].backward_weight(step.micro_batch)
         elif step.kind in ("receive_activation", "receive_gradient"):
             with during(task.activity):
@@ -259,7 +333,7 @@ class Executor:
                 self._need_bridge().send(step, self._results.pop(step))
 
     def _forward(self, task: _Task, *, training: bool) -> None:
-        _, stage, micro_batch, _ = task.step
+        kind, stage, micro_batch, _ = task.step
         assert task.loading is not None and task.departure is not None
         # Before the wait for the message, which a copy to the card would else stand behind.
         with during(task.loading):
@@ -267,7 +341,8 @@ class Executor:
         hidden_BSH = self._take_input(task)
         if hidden_BSH is not None and training:
             hidden_BSH.requires_grad_()
-        with _grad_enabled(training), during(task.activity), self._stopwatch.running():
+        running = self._stopwatch.running(kind, stage, training)
+        with _grad_enabled(training), during(task.activity), running:
             output = self._works[stage].forward(micro_batch, hidden_BSH)
         if training:
             self._kept[stage, micro_batch] = (hidden_BSH, output)
@@ -284,8 +359,9 @@ class Executor:
         work.hold(kind, micro_batch, self._take_input(task))
         if not work.ends_group(kind, micro_batch, training=training):
             return
-        with during(task.activity), self._stopwatch.running():
+        with during(task.activity), self._stopwatch.running(kind, stage, training):
             results = work.run_group(kind, micro_batch, training=training)
+            self._stopwatch.is_of(len(results))
         for member, result in results.items():
             if result is not None and result.dim() > 0:
                 self._put_result(task.departure._replace(micro_batch=member), result)
@@ -296,7 +372,7 @@ class Executor:
         gradient_BSH = self._take_input(task)
         hidden_BSH, output = self._kept.pop((stage, micro_batch))
         splitting = self._works[stage].splitting(micro_batch, kind == "backward_input")
-        with during(task.activity), self._stopwatch.running(), splitting:
+        with during(task.activity), self._stopwatch.running(kind, stage), splitting:
             torch.autograd.backward(output, gradient_BSH)
         if hidden_BSH is not None:
             assert hidden_BSH.grad is not None

@@ -610,6 +610,7 @@ def serve(job: EngineJob) -> None:
                 else:
                     server.run()
             server.requests.end()
+            server.tell_overruns()
 
 
 @dataclass
@@ -662,6 +663,10 @@ class _Server:
             device=job.device.torch,
             ranks=self._group,
         )
+
+    def tell_overruns(self) -> None:
+        """See `Stopwatch`."""
+        self._engine.stopwatch.tell_overruns()
 
     def run(self) -> None:
         """Do what the controller says, in order: an engine has new weights between two batches."""

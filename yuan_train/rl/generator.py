@@ -324,7 +324,10 @@ class _Stage:
         """The hidden state of a group's next tokens; on the last stage draws, and returns a scalar."""
         engine, work = self._engine, self._engine.works[micro_batch]
         if work is None:
+            engine.stopwatch.is_of("nothing")
             return engine.nothing(self._model)
+        # What a round reads of the cache grows with the answers.
+        engine.stopwatch.is_of(work.cache, work.tokens_BS.shape, work.last.bit_length())
         key = (micro_batch, work.cache)
         if key not in self.caches or (work.cache == "prompts" and engine.is_first_chunk):
             self.new_cache(micro_batch, work.cache, work.tokens_BS.shape[0])
@@ -405,8 +408,7 @@ class Engine:
         self._group_size = group
         self._max_length = max_prompt_tokens + max_new_tokens
         self._chunk = prefill_chunk
-        self._device = device
-        self._dtype = dtype
+        self._device, self._dtype = device, dtype
         self._ranks = ranks
         self._documents = documents
         workers = runtime.grid.workers(runtime.coord.pipeline)
@@ -423,6 +425,7 @@ class Engine:
         )
         self._stages = {s: _Stage(cast(Transformer, part), self) for s, part in runtime.parts.items()}
         self._executor = Executor(self._stages, self._bridge, stopwatch)
+        self.stopwatch = stopwatch
         self.works: list[_Work | None] = []
         self.drawn: dict[int, Tensor] = {}
         self.draws: Draws = Drawing(seed=0, max_new_tokens=max_new_tokens, stop_ids=frozenset())

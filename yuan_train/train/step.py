@@ -245,6 +245,7 @@ class Trainer:
     def finish(self) -> None:
         for state in self.runtime.states:
             state.finish_weight_sync()
+        self.stopwatch.tell_overruns()
 
     def check_bits(self) -> None:
         self.finish()
