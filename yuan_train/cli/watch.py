@@ -77,9 +77,9 @@ def _show_again(reader: RunReader) -> int:
     """Print what `show` prints, over itself every REFRESH_SECONDS, until SIGINT or SIGTERM."""
     ended = threading.Event()
     with hearing(dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda *_: ended.set())):
-        while not ended.is_set():
+        _show(reader)
+        while not ended.wait(REFRESH_SECONDS):
             _show(reader)
-            ended.wait(REFRESH_SECONDS)
     return 0
 
 
