@@ -200,7 +200,7 @@ def test_rates_and_shares_hold_and_nothing_is_left(tmp_path: Path) -> None:
         # Bounds on one side: another program's load makes both smaller, and only a missing limit larger.
         assert 8 * float((tmp_path / "one.log").read_text()) < 1.25 * 40e6
         run_together([Task(two, [sys.executable, "-c", BURN], {})], tmp_path, timeout_seconds=60)
-        # A share is kept by periods, of which a short burn has few: without it this would be five times as much.
+        # A share is kept by periods, of which a short burn has few; without it this would be five times it.
         assert float((tmp_path / "two.log").read_text()) < 2 * SPECS[1].cpu
         with (tmp_path / "sleep.log").open("wb") as output:
             sleeper = one.start(["sleep", "600"], environment={}, output=output)
