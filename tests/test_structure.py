@@ -59,9 +59,9 @@ SAME_NAMES = {
 }
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (10, 3029),
+    "checkpoint": (10, 3035),
     "cli": (32, 6814),  # a terminal view of a run, and its cluster; an agent in two halves
-    "config": (17, 6445),  # signals, of seven commands; durations in words and the rent of nodes
+    "config": (17, 6448),  # signals, of seven commands; durations in words and the rent of nodes
     "data": (11, 3104),
     "estimate": (5, 1054),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
@@ -73,9 +73,9 @@ ROOMS = {
     "planner": (62, 11999),
     "profile": (5, 1442),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7107),
+    "rl": (21, 7207),  # environments of what servers draw: a request a turn
     "schedule": (9, 2068),
-    "serve": (6, 1793),
+    "serve": (6, 1799),  # what is reset at document ends goes with the weights
     "supervise": (7, 2043),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (25, 6519),  # it is noted how long a rank stood still
 }

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.rl.test_apart import roles_of
+from tests.rl.test_environments import changes
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
 from tests.support.serving import serving
@@ -215,6 +216,31 @@ def test_a_server_that_is_killed_in_mid_batch_loses_nothing(
             run_rl(RLCase(path, tmp_path / "none", None, (*few, roles(urls[1:], run.model.name))))
         killer.join(30)
         assert urls[1] in str(lost.value)
+
+
+def test_environments_talk_with_servers(tmp_path: Path) -> None:
+    """A turn is a request, and still the log-probabilities of a whole answer are the trainer's; where an
+    environment is at fault its group fails, as in one process. In async mode nothing is too old."""
+    path = write_rl(tmp_path)
+    model = load_rl(path).model
+    with served(model, tmp_path, 2, "--slots", "4", "--max-length", "64", "--queue", "100") as servers:
+        urls = [server.url for server in servers]
+        for kind, more in (("Echo", ()), ("Echo", ("schedule={mode: async}",)), ("Bad", ())):
+            words = (*FP32, *changes(tmp_path, kind), *more)
+            folder = tmp_path / f"{kind}-{len(more)}"
+            curve = run_rl(RLCase(path, folder, None, (*words, roles(urls, model.name))))
+            alone = [0] * len(curve)
+            if kind == "Bad":
+                lines = run_rl(RLCase(path, tmp_path / "alone", None, words))
+                alone = [line["groups_failed"] for line in lines]
+                assert sum(alone) > 0
+                kept = read_lines(folder, "samples.jsonl")
+                assert kept and all(line["answer"] % 2 == 0 for line in kept)
+            assert [line["groups_failed"] for line in curve] == alone
+            for line, age in zip(curve, (0, len(more)), strict=True):
+                assert line["turns"] > 1.5 and line["environment_tokens"] > 20
+                assert line["staleness_max"] == age
+                assert age or line["log_prob_gap"]["max"] < 1e-4
 
 
 def kill_at_work(server: Any) -> None:

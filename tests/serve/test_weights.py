@@ -101,6 +101,27 @@ def test_without_the_option_no_request_changes_anything(
         assert not listed(server)["takes_weights"]
 
 
+def test_documents_end_as_with_the_weights_in_use(
+    checkpoint: Path, tmp_path: Path, after: TrainedModel
+) -> None:
+    """A policy resets nothing, whatever the weights before it were trained with."""
+    assert after.eod_id is not None and after.resets["reset_position_ids"]
+    none = dict.fromkeys(after.resets, False)
+    prompt = [65, 66, after.eod_id, 67, 68]
+    write_model(after.model.config, Module(after.model), tmp_path / "new", dtype="float32", resets=none)
+    wanted, others = (
+        list(
+            generate(
+                after.model, prompt, eod_id=after.eod_id, stop_ids=(), temperature=0, max_new_tokens=24, **own
+            )
+        )
+        for own in (none, after.resets)
+    )
+    with serving(checkpoint, tmp_path, "--allow-weights") as server:
+        assert push(server, tmp_path / "new").status_code == 200
+        assert ask(server, 24, prompt=prompt)[0]["token_ids"] == wanted != others
+
+
 @pytest.mark.parametrize(
     ("plan", "num_ranks"), [(None, 1), ("1x3: 4@0 / 1x1: 1@1 | 3@2,3", 4)], ids=["alone", "unlike pipelines"]
 )

@@ -1,8 +1,7 @@
 """Steps of reinforcement learning on simulated cards: what asynchrony gains, and forecasts from a profile.
 
-Ranks are processes of this machine that sleep after their computations, until these have taken `slowdown`
-times as long, so that two cores are enough to see three cards at work at once. After a warm-up the pieces of
-a kind of work all last as long as the median of its first ones, whatever else the machine does.
+Ranks are processes of this machine that sleep after their computations, until these have taken as long as
+their cards say, so that two cores are enough to see three cards at work at once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
-from yuan_train.parallel.executor import WARM_UP_PIECES
 from yuan_train.planner.roles.play import FlowTimes, Play, play
 
 NEARNESS = 0.15
@@ -82,8 +80,10 @@ CHANGES = (
     *("algorithm.group=4", "train.micro_batch_size=8"),
 )
 WARM_UP = 4
-PACED_AFTER = WARM_UP_PIECES + 2
-"""Steps behind which all work has its pace: prompts are read in one piece a batch."""
+TRIAL_PIECE = 0.05
+"""Seconds of a piece of work of all cards, where pieces are counted."""
+REPEATS = 0.02
+"""By which the gains of two runs may differ."""
 FASTER_ENGINE = 2.0
 """The first engine's speed, in that of the second; it takes that many times as many prompts."""
 GAIN = 0.8
@@ -123,31 +123,37 @@ class Measured:
 
 @case(
     "rl/asynchronous",
-    formats={"tg s": ".3f", "tt s": ".3f", "step s": ".3f", "gain": ".3f", "of most": ".1%", "over": ".2%"},
+    formats={
+        **dict.fromkeys(("tg s", "tt s", "step s", "gain", "again"), ".3f"),
+        **{"of most": ".1%", "over": ".2%"},
+    },
     ratio=("1/1", "2/1", "1/2"),
     seconds=(1.0,),
     steps=(12,),
 )
 def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
-    """One card trains, two unlike ones generate: sync, staleness 1 and 2. Of each run: seconds of generation
-    (tg), training (tt) and a step, the gain (tg + tt) / step, its share of the most that it can be, which is
-    (tg + tt) / max(tg, tt), and a forecast, the flow of its parts in virtual time.
+    """One card trains, two generate: sync, staleness 1 and 2. Of each run: seconds of generation (tg),
+    training (tt) and a step, the gain (tg + tt) / step, that of another run, its share of the most that it
+    can be, which is (tg + tt) / max(tg, tt), and a forecast, the flow of its parts in virtual time.
 
-    `ratio`: tg / tt, of which 1 is `seconds`. `over`: by how much work took longer than its pace, of a step.
+    `ratio`: tg / tt, of which 1 is `seconds`. `over`: by how much work took longer than its card says, of a
+    step.
     """
     generate, train = map(float, ratio.split("/"))
     with tempfile.TemporaryDirectory() as name:
-        folder, first = Path(name), (8.0, 8.0)
-        trial = _measure(folder, first, staleness=0, steps=4)
-        cards = first[0] * train * seconds / trial.train, first[1] * generate * seconds / trial.generate
+        folder = Path(name)
+        trial = _measure(folder, (TRIAL_PIECE, TRIAL_PIECE), staleness=0, steps=4)
+        wanted = seconds * train / trial.train, seconds * generate / trial.generate
+        pieces = TRIAL_PIECE * wanted[0], TRIAL_PIECE * wanted[1]
         for staleness in (0, 1, 2):
-            run = _measure(folder, cards, staleness=staleness, steps=steps)
+            run, again = (_measure(folder, pieces, staleness=staleness, steps=steps) for _ in range(2))
             flow = _forecast(run, staleness)
             error = flow.step_seconds / run.step - 1
             row: Row = {"ratio": ratio, "staleness": staleness}
             row |= {"tg s": run.generate, "tt s": run.train, "step s": run.step}
             row |= {"forecast": f"{flow.step_seconds:.3f} ({error:+.1%})"}
-            row |= {"gain": run.gain, "of most": run.gain / run.most, "over": run.over / run.step}
+            row |= {"gain": run.gain, "again": again.gain}
+            row |= {"of most": run.gain / run.most, "over": run.over / run.step}
             for role, actor in ROLES.items():
                 row[f"idle {role}, forecast"] = f"{run.idle[role]:.0%}, {flow.idle(actor):.0%}"
             if abs(error) > NEARNESS:
@@ -156,18 +162,20 @@ def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
                 row[MISSED] = (
                     f"staleness {staleness}: {run.gain / run.most:.0%} of the gain, {run.unused} thrown away"
                 )
+            elif abs(again.gain / run.gain - 1) > REPEATS:
+                row[MISSED] = f"staleness {staleness}: a gain of {run.gain:.3f}, then of {again.gain:.3f}"
             yield row
 
 
-def _measure(folder: Path, cards: tuple[float, float], *, staleness: int, steps: int) -> Measured:
-    """Of so many steps once all work has its pace."""
-    policy, first = cards
-    engines = alike(first, first * FASTER_ENGINE, CHANGES)
-    plan = roles_plan(card(policy), engines, staleness=staleness, changes=CHANGES)
+def _measure(folder: Path, pieces: tuple[float, float], *, staleness: int, steps: int) -> Measured:
+    """Of so many steps behind the first ones. `pieces`: seconds of each piece of work of the card that trains
+    and of those that generate, of which one has more slots."""
+    policy, engine = (card(piece_seconds=seconds) for seconds in pieces)
+    plan = roles_plan(policy, alike(engine, engine, CHANGES), staleness=staleness, changes=CHANGES)
     save_rl_plan(folder / "plan.yaml", plan)
     words = run_words(folder, "sum", CHANGES, {"right": 1.0})
-    lines = launch(folder / "plan.yaml", folder / "log", words, PACED_AFTER + steps)
-    later = lines[PACED_AFTER:]
+    lines = launch(folder / "plan.yaml", folder / "log", words, WARM_UP + steps)
+    later = lines[WARM_UP:]
     used = 16 * len(lines) + sum(line["groups_filtered"] + line["groups_failed"] for line in lines)
     said = (folder / "log/said.txt").read_text()
     return Measured(
@@ -205,14 +213,14 @@ def card(slowdown: float = 1.0, *, piece_seconds: float | None = None) -> Device
     )
 
 
-def alike(fast: float, slow: float, changes: tuple[str, ...]) -> tuple[EngineCard, ...]:
-    """Two engines of these slowdowns with a slot for each of their answers, of which the first has
-    FASTER_ENGINE times as many."""
+def alike(fast: DeviceType, slow: DeviceType, changes: tuple[str, ...]) -> tuple[EngineCard, ...]:
+    """Two engines with a slot for each of their answers, of which the first has FASTER_ENGINE times as
+    many."""
     config = load_rl(CONFIG, changes)
     group, samples = config.algorithm.group, config.samples_per_step
     first = round(samples * FASTER_ENGINE / (1 + FASTER_ENGINE) / group) * group
     parts = ((fast, first), (slow, samples - first))
-    return tuple(EngineCard(card(pace), slots, slots / samples) for pace, slots in parts)
+    return tuple(EngineCard(kind, slots, slots / samples) for kind, slots in parts)
 
 
 def roles_plan(
@@ -269,7 +277,7 @@ def reward(seed: int, mode: str, steps: int, rate: float) -> Row:
     """The mean reward of the last 20 steps, of at most 1.20, of digits to be copied: one card trains, two
     generate."""
     changes = _changes(seed, mode, rate)
-    engines = alike(1.0, FASTER_ENGINE, changes)
+    engines = alike(card(), card(FASTER_ENGINE), changes)
     lines = _learn("copy", mode, engines, {"right": 1.0, "ends": 0.2}, steps, changes)
     row: Row = {"seed": seed, "mode": mode, "reward": mean(lines[-LAST:], "reward")}
     return row | {"oldest": max(line["staleness_max"] for line in lines)}
@@ -280,7 +288,8 @@ def turns(seed: int, mode: str, steps: int, rate: float) -> Row:
     """The same, of at most 2.40, of answers of two turns: what the second one is to say the environment alone
     knows."""
     changes = (*_changes(seed, mode, rate), *TWO_TURNS)
-    lines = _learn("successor", mode, alike(1.0, FASTER_ENGINE, changes), {}, steps, changes)
+    engines = alike(card(), card(FASTER_ENGINE), changes)
+    lines = _learn("successor", mode, engines, {}, steps, changes)
     row: Row = {"seed": seed, "mode": mode, "first": f"{lines[0]['reward']:.2f}"}
     row |= {"reward": mean(lines[-LAST:], "reward"), "oldest": max(line["staleness_max"] for line in lines)}
     return row | {"thrown away": lines[-1]["next_ticket"] - 32 * steps}

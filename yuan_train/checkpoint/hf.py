@@ -534,6 +534,12 @@ def open_model(folder: Path, model: ModelConfig) -> dict[str, LazyTensor]:
     return {mapping.name: _assemble(mapping, stored) for mapping in _check_names(folder, model, stored)}
 
 
+def resets_of(folder: Path, model: ModelConfig) -> dict[str, bool]:
+    """What the model of a folder in the published format resets at document ends: keys of a run's `data`.
+    Raises CheckpointError."""
+    return format_of(model.architecture).resets_of(_read_config(folder))
+
+
 def _published(
     model: ModelConfig, reader: WeightReader, common: str, dtypes: Mapping[str, str], head: bool
 ) -> Iterator[tuple[str, LazyTensor]]:

@@ -199,8 +199,10 @@ def _schema_violation(item: Any, kind: Any) -> _SchemaViolation:
             keys, f"unknown key {keys[-1]!r}{hint} (has: {', '.join(known)})", unknown=True
         )
     if item["type"] in ("missing", "missing_argument"):
-        more = "; name a model (or start.checkpoint, whose model it is)" if keys == ("model",) else ""
-        return _SchemaViolation(keys, f"missing{more}")
+        if keys == ("model",):
+            return _SchemaViolation(keys, "missing; name a model (or start.checkpoint, whose model it is)")
+        held = _held_by(kind, keys)
+        return _SchemaViolation(keys, f"missing; wanted what holds {held}" if held else "missing")
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return _SchemaViolation(keys, message)
@@ -209,10 +211,15 @@ def _schema_violation(item: Any, kind: Any) -> _SchemaViolation:
     message = message.replace("Input should be", "wanted")
     message = message.replace("a valid integer", "an integer").replace("a valid", "a")
     if item["type"].startswith("dataclass"):
-        message = "wanted keys and values"
-        if known := field_names(kind, keys):
-            message += f" ({', '.join(map(key_of, known[:8]))}{', ...' if len(known) > 8 else ''})"
+        held = _held_by(kind, keys)
+        message = "wanted keys and values" + (f" ({held})" if held else "")
     return _SchemaViolation(keys, f"{message}, got {_show(item['input'])}")
+
+
+def _held_by(kind: Any, keys: Keys) -> str:
+    """The first keys of what is wanted at a path; empty if it has none."""
+    known = field_names(kind, keys)
+    return ", ".join([*map(key_of, known[:8]), *(["..."] if len(known) > 8 else [])])
 
 
 def _show(value: Any) -> str:

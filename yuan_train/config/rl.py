@@ -810,10 +810,6 @@ def _servers(run: RLConfig, servers: HttpGeneration) -> Iterator[Violation]:
         yield Violation(
             (*where, "folder"), "nothing says where weights are put; give it, or log.directory, to all nodes"
         )
-    if run.environment is not None:
-        yield Violation(
-            ("environment",), "servers over HTTP do not wait for one within an answer; leave it out"
-        )
     if run.model.num_experts:
         yield Violation(
             ("model", "num_experts"),

@@ -225,12 +225,12 @@ class Token(NamedTuple):
 
 
 @dataclass
-class _Answer:
-    """An answer under way."""
+class AnswerUnderWay:
+    """An answer that is not at its end."""
 
     ticket: Ticket
     number: int
-    documents: SlotDocuments | None
+    documents: SlotDocuments | None = None
     ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
     rests: bool = False
@@ -252,6 +252,22 @@ class _Answer:
         """Of its newest token in the sequence, which is fed next."""
         return len(self.ticket.prompt_ids) + len(self.ids) - 1
 
+    def hear(self, reply: TurnReply, limits: TurnLimits) -> Ended | None:
+        """Go on behind the last turn with what the environment said; or why the answer is at its end: it says
+        so, or the answer may not be longer."""
+        self.rests = False
+        if reply.reward is not None:
+            self.reward = reply.reward + (self.reward or 0.0)
+        if reply.ids is None:
+            return "stop"
+        if self.turns >= limits.turns or len(self.ids) + len(reply.ids) >= limits.tokens:
+            return "limit"
+        if reply.ids:
+            self.unread += [self.ids[-1], *reply.ids[:-1]]
+            self.ids += reply.ids
+        self.last_turn = len(self.ids)
+        return None
+
     def sample(self, ended: Ended, *, has_turns: bool) -> Sample:
         """The whole answer."""
         episode = None
@@ -271,7 +287,7 @@ class _Answer:
 class _Group:
     """One group of slots, as every rank of the pipeline knows it."""
 
-    slots: list[_Answer | None]
+    slots: list[AnswerUnderWay | None]
     prompts: list[Ticket] = field(default_factory=list[Ticket])
     """Read last: rows of the group's second cache."""
     documents: list[SlotDocuments] = field(default_factory=list[SlotDocuments])
@@ -280,7 +296,7 @@ class _Group:
     """Of these prompts' tokens, likewise."""
     experts: list[list[Tensor]] = field(default_factory=list[list[Tensor]])
     """Of each of these prompts, as far as it is read: int16 [tokens, L, K]; none for a model without."""
-    waiting: deque[tuple[int, _Answer]] = field(default_factory=deque[tuple[int, _Answer]])
+    waiting: deque[tuple[int, AnswerUnderWay]] = field(default_factory=deque[tuple[int, AnswerUnderWay]])
     """Answers to them that wait for a slot, with the prompt's row; they have their first token."""
 
     @property
@@ -288,7 +304,7 @@ class _Group:
         return self.slots.count(None)
 
     @property
-    def under_way(self) -> list[tuple[int, _Answer]]:
+    def under_way(self) -> list[tuple[int, AnswerUnderWay]]:
         """The slots whose answers go on, and these."""
         return [(slot, one) for slot, one in enumerate(self.slots) if one is not None and not one.rests]
 
@@ -410,7 +426,7 @@ class Engine:
         self._chunk = prefill_chunk
         self._device, self._dtype = device, dtype
         self._ranks = ranks
-        self._documents = documents
+        self.documents = documents
         workers = runtime.grid.workers(runtime.coord.pipeline)
         # Each replica of a stage takes every so many-th group.
         self._num_groups = max(
@@ -545,27 +561,16 @@ class Engine:
 
     def reply(self, reply: TurnReply) -> Sample | None:
         """Let an answer go on behind its turn with what the environment said, from the next round on; the
-        answer, if it is at its end: as the environment says, or because it may not be longer."""
+        answer, if it is at its end."""
         assert self._limits is not None
         group, answer = self._find(reply.ticket, reply.number)
-        answer.rests = False
-        if reply.reward is not None:
-            answer.reward = reply.reward + (answer.reward or 0.0)
-        ended: Ended = "stop"
-        if reply.ids is not None:
-            length = len(answer.ids) + len(reply.ids)
-            if answer.turns < self._limits.turns and length < self._limits.tokens:
-                if reply.ids:
-                    answer.unread += [answer.ids[-1], *reply.ids[:-1]]
-                    answer.ids += reply.ids
-                answer.last_turn = len(answer.ids)
-                return None
-            ended = "limit"
+        if (ended := answer.hear(reply, self._limits)) is None:
+            return None
         group.slots = [None if held is answer else held for held in group.slots]
         group.waiting = deque(one for one in group.waiting if one[1] is not answer)
         return answer.sample(ended, has_turns=True)
 
-    def _find(self, ticket: int | str, number: int) -> tuple[_Group, _Answer]:
+    def _find(self, ticket: int | str, number: int) -> tuple[_Group, AnswerUnderWay]:
         return next(
             (group, one)
             for group in self._groups
@@ -659,14 +664,14 @@ class Engine:
             for row, ticket in enumerate(group.prompts):
                 for sample in range(ticket.count):
                     documents = group.documents[row].fork() if group.documents else None
-                    answer = _Answer(ticket, sample, documents, experts=list(group.experts[row]))
+                    answer = AnswerUnderWay(ticket, sample, documents, experts=list(group.experts[row]))
                     if not self._append(answer, drawn[number][place]):
                         group.waiting.append((row, answer))
                     place += 1
 
     def _read_documents(self, group: _Group) -> None:
         """Find the documents of the prompts that a group reads."""
-        rules = self._documents
+        rules = self.documents
         if rules is not None:
             group.documents = [SlotDocuments(rules) for _ in group.prompts]
             prompts = zip(group.documents, group.prompts, strict=True)
@@ -696,7 +701,7 @@ class Engine:
 
     def _documents_of(self, resets: list[Resets | None], places: list[list[int]]) -> Documents | None:
         """The resets of tokens at these places of their own."""
-        return None if self._documents is None else documents_at(resets, places, self._device)
+        return None if self.documents is None else documents_at(resets, places, self._device)
 
     def _fill(self, number: int, group: _Group) -> None:
         """Give free slots to answers that wait; their prompt is copied in."""
@@ -780,7 +785,7 @@ class Engine:
                 if answer.documents is not None:
                     resets[slot] = answer.documents.advance([tokens[slot]], answer.place)
             # What was found of each slot is of its one token.
-            firsts = [[min(place, 0)] for place in positions] if self._documents is not None else []
+            firsts = [[min(place, 0)] for place in positions] if self.documents is not None else []
             works[number] = _Work(
                 "answers",
                 torch.tensor(tokens, device=self._device).unsqueeze(1),
@@ -806,7 +811,7 @@ class Engine:
                 if self._append(answer, one):
                     group.slots[slot] = None
 
-    def _append(self, answer: _Answer, drawn: tuple[float, ...]) -> bool:
+    def _append(self, answer: AnswerUnderWay, drawn: tuple[float, ...]) -> bool:
         """Add a token to an answer; whether that ended it."""
         ticket, number = answer.ticket, answer.number
         if not math.isfinite(sum(drawn)):

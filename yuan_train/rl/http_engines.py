@@ -3,6 +3,7 @@
 The controller, rank 0 of the policy, has a thread for each server, which does what it is told in order: have
 the server take weights, or answer tickets, some at a time. What comes is scored by the reward functions'
 processes of rank 0, beside the policy that trains. The tickets of a server that is lost are asked of others.
+Rank 0 has the environments too: a turn is a request, whose prompt is all that was said so far.
 
 Weights go through a folder: the ranks of the policy send rank 0 one tensor after another, under any plan, and
 it writes them in Hugging Face's format under a name with their version. A folder is removed once all servers
@@ -36,10 +37,12 @@ from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Move, local_slices, plan_holdings, transfer_table
 from yuan_train.rl.apart import Answered, Fleet
 from yuan_train.rl.engines import EngineEnds
+from yuan_train.rl.environments import Conversation, Environments, Key, Said
 from yuan_train.rl.experience import Sample, Ticket
-from yuan_train.rl.generator import Drawing
+from yuan_train.rl.generator import AnswerUnderWay, Drawing, Turn
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
+from yuan_train.rl.scoring import Requests
 from yuan_train.rl.servers import InferenceServer, LostServer
 from yuan_train.train.build import DTYPES
 from yuan_train.train.step import Trainer
@@ -50,11 +53,17 @@ NAME = re.compile(r"\.?weights-(\d{8})(\.tmp)?")
 """Of a folder of weights: with its version."""
 
 
-def http_fleet(job: RLJob, trainer: Trainer, scorers: Scorers | None) -> Fleet:
-    """The servers of a run; `scorers` on rank 0. Raises ConfigError, there, if a server is not as it was when
-    the run began to start, or the folder cannot be written."""
+def http_fleet(
+    job: RLJob, trainer: Trainer, scorers: Scorers | None, environments: Environments | None
+) -> Fleet:
+    """The servers of a run; `scorers` and `environments` on rank 0. Raises ConfigError, there, if a server is
+    not as it was when the run began to start, or the folder cannot be written."""
     assert job.http is not None, "servers draw the answers"
-    return Fleet(HttpEngines(job, trainer.runtime, scorers), job.http.parts)
+    engines = HttpEngines(job, trainer.runtime, scorers)
+    if environments is not None:
+        requests = Requests(trainer.runtime.coord, None, 0, None)
+        engines.talks = _Talks(Conversation(job.run, job.policy.tokenizer, requests, environments))
+    return Fleet(engines, job.http.parts)
 
 
 class HttpEngines(EngineEnds):
@@ -72,6 +81,8 @@ class HttpEngines(EngineEnds):
         """By engine: the version of the weights that it has."""
         self._ends = False
         self._scoring: ScoringThread | None = None
+        self.talks: _Talks | None = None
+        """With environments, if the run has one."""
         if scorers is None:
             return
         self._scoring = ScoringThread(scorers, job.run.reward.workers)
@@ -150,7 +161,7 @@ class HttpEngines(EngineEnds):
     ) -> None:
         """Have tickets answered, some at a time, each told of as it comes. Raises the first error."""
         waiting: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[Ticket, list[Sample] | Exception]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Ticket, list[Sample] | str | Exception]] = queue.SimpleQueue()
         for ticket in tickets:
             waiting.put(ticket)
         has_failed = threading.Event()
@@ -162,7 +173,10 @@ class HttpEngines(EngineEnds):
                 except queue.Empty:
                     return
                 try:
-                    done.put((ticket, server.answer(ticket, drawing)))
+                    if self.talks is None:
+                        done.put((ticket, server.answer(ticket, drawing)))
+                    else:
+                        done.put((ticket, self.talks.answer(engine, server, ticket, drawing)))
                 except Exception as error:
                     done.put((ticket, error))
 
@@ -177,7 +191,13 @@ class HttpEngines(EngineEnds):
                 has_failed.set()
                 raise found
             now = time.perf_counter()
-            self._score(engine, ticket, Answered(found, version, now - since, 0, 0, 0))
+            samples = [] if isinstance(found, str) else found
+            message = Answered(samples, version, now - since, 0, 0, 0)
+            if isinstance(found, str):
+                fault = {ticket.number: Scores(error=found)}
+                self._found.put((engine, replace(message, scores=fault)))
+            else:
+                self._score(engine, ticket, message)
             since = now
 
     def _score(self, engine: int, ticket: Ticket, message: Answered) -> None:
@@ -195,6 +215,80 @@ class HttpEngines(EngineEnds):
 
         fields = answer_fields(ticket, message.samples, self._job.policy.tokenizer)
         self._scoring.score([fields], tell)
+
+
+class _Talks:
+    """What servers' answers and environments say to each other; safe to be used by several threads."""
+
+    def __init__(self, talk: Conversation) -> None:
+        assert talk.environments is not None
+        self._talk = talk
+        self._heard: dict[Key, queue.SimpleQueue[Said]] = {}
+        """What environments have said, by the answer that it is for."""
+        talk.environments.deliver = lambda said: self._heard[said.key].put(said)
+
+    def answer(
+        self, engine: int, server: InferenceServer, ticket: Ticket, drawing: Drawing
+    ) -> list[Sample] | str:
+        """All answers to a prompt, or why its environments gave none. Raises as `server.answer` does."""
+        # Of an engine that is lost a thread may still talk, when another one is asked.
+        own = replace(ticket, number=f"{ticket.number}@{engine}")
+        keys = [(own.number, number) for number in range(ticket.count)]
+        self._heard |= {key: queue.SimpleQueue() for key in keys}
+        try:
+            self._talk.ask_for(own)
+            opened = self._talk.opened(own, [self._heard[key].get().told for key in keys])
+            if isinstance(opened, str):
+                return opened
+            return self._go_on(server, replace(opened, number=ticket.number), keys, drawing)
+        finally:
+            self._talk.close(own.number)
+            for key in keys:
+                del self._heard[key]
+
+    def _go_on(
+        self, server: InferenceServer, ticket: Ticket, keys: Sequence[Key], drawing: Drawing
+    ) -> list[Sample] | str:
+        """`answer` once environments are there: first turns in one request, the others as they come."""
+        done: queue.SimpleQueue[tuple[int, Sample | str | Exception]] = queue.SimpleQueue()
+
+        def converse(key: Key, first: Sample) -> None:
+            try:
+                done.put((first.number, self._converse(server, ticket, key, first, drawing)))
+            except Exception as error:
+                done.put((first.number, error))
+
+        for key, first in zip(keys, server.answer(ticket, drawing), strict=True):
+            threading.Thread(target=converse, args=(key, first), daemon=True).start()
+        found = [one for _, one in sorted((done.get() for _ in keys), key=lambda told: told[0])]
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        fault = next((one for one in found if isinstance(one, str)), None)
+        return fault or [one for one in found if isinstance(one, Sample)]
+
+    def _converse(
+        self, server: InferenceServer, ticket: Ticket, key: Key, turn: Sample, drawing: Drawing
+    ) -> Sample | str:
+        """An answer whose first turn is there, or what is wrong with its environment."""
+        answer, number = AnswerUnderWay(ticket, turn.number), turn.number
+        while True:
+            answer.drawn += range(len(answer.ids), len(answer.ids) + len(turn.ids))
+            answer.ids += turn.ids
+            answer.log_probs += turn.log_probs
+            answer.turns += 1
+            if turn.ended == "limit":
+                return answer.sample("limit", has_turns=True)
+            self._talk.say([Turn(*key, said=tuple(answer.ids[answer.last_turn : -1]))])
+            reply = self._talk.reply(self._heard[key].get())
+            if reply.fault is not None:
+                return reply.fault
+            if (ended := answer.hear(reply, self._talk.limits)) is not None:
+                return answer.sample(ended, has_turns=True)
+            prompt = (*ticket.prompt_ids, *answer.ids)
+            asked = Ticket(f"{ticket.number}/{number}/{answer.turns}", prompt, count=1)
+            left = drawing.max_new_tokens - len(answer.ids)
+            (turn,) = server.answer(asked, replace(drawing, max_new_tokens=left))
 
 
 class WeightFolder:

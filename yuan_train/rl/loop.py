@@ -274,15 +274,16 @@ def _scorers(job: RLJob) -> Scorers | None:
 
 
 def _environments(job: RLJob) -> Environments | None:
-    """Those of a pipeline's answers, on its first rank."""
+    """Those of a pipeline's answers, on its first rank; of what servers draw, on rank 0."""
     leads = _first_rank(job) == job.policy.position.rank
     return Environments(job.run.turns) if job.run.turns is not None and leads else None
 
 
 def _first_rank(job: RLJob) -> int | None:
-    """Of this rank's pipeline; None where other cards generate."""
+    """That talks with environments: of this rank's pipeline, or to servers; None where other cards
+    generate."""
     if job.generates_apart:
-        return None
+        return 0 if job.http is not None else None
     return min(_ranks_of(_pipeline_of(job)))
 
 
@@ -351,7 +352,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
     def make_collector() -> tuple[Collector, list[object]]:
         reward_model = None if teaches else reader
         if job.http is not None:
-            fleet = http_fleet(job, trainer, helpers.scorers)
+            fleet = http_fleet(job, trainer, helpers.scorers, helpers.environments)
             collector = RemoteCollector(job, trainer, helpers.scorers, reward_model, fleet)
         elif job.generates_apart:
             assert apart is not None

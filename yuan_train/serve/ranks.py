@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from yuan_train.checkpoint.hf import open_model
+from yuan_train.checkpoint.hf import open_model, resets_of
 from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.config.errors import ConfigError, PlanError, YuanError
 from yuan_train.config.load import as_plain
@@ -220,6 +220,8 @@ class Lane:
         self._engine.begin(self._draws)
         self._read: dict[str, torch.Tensor] = {}
         """This rank's parts of weights that are to be taken, on the host."""
+        self._documents = job.documents
+        """What is reset with these: a policy resets nothing, whatever the first weights were trained with."""
 
     def asks(self) -> list[Ask]:
         """On rank 0: what has each pipeline do an order; each in a thread of its own."""
@@ -288,13 +290,17 @@ class Lane:
         is_own, fault = pipeline == self.pipeline, None
         if is_own and order.read is not None:
             try:
-                self._read = self._read_parts(Path(order.read))
+                folder, model = Path(order.read), self._runtime.grid.plan.model
+                self._read = self._read_parts(folder)
+                self._documents = replace(self._documents, **resets_of(folder, model))
             except YuanError as error:
                 fault = str(error)
         elif is_own:
             weights = own_weights(self._runtime)
             for name, part in self._read.items() if order.take else ():
                 weights[name].copy_(part)
+            if order.take:
+                self._engine.documents = self._documents
             self._read = {}
         told, ranks = [fault], self._led[pipeline]
         if len(ranks) > 1:
