@@ -34,7 +34,6 @@ STEPS = {"sum": 150, "copy": 40, "successor": 100, "calculator": 200}
 MOST = {"sum": 1.2, "copy": 1.2, "successor": 2.4, "calculator": 2.0}
 """What the rewards of an answer can be together."""
 TWO_TURNS = (f"environment={__file__}:Successor", "generation.max_new_tokens=6")
-"""Of the run of `successor`, which has no rewards beside the environment's."""
 CALCULATED = (
     *(f"environment={__file__}:Sum", "data.max_prompt_tokens=4", "generation.max_new_tokens=12"),
     *("model.vocab_size=14", "model.max_sequence_length=16", "optimizer.learning_rate=1e-3"),
@@ -43,7 +42,11 @@ CALCULATED = (
     # Near the random weights of the start signs are still tried that no answer so far was right with.
     "algorithm.kl.coefficient=0.05",
 )
-"""Of the run of `calculator`."""
+TURNS: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
+    "successor": (TWO_TURNS, {}),
+    "calculator": (CALCULATED, {"so_far": 1.0}),
+}
+"""Tasks of two turns: what their runs have of their own, and their rewards beside the environment's."""
 
 
 def right(completion_ids: list[int], answer: str) -> float:
@@ -165,9 +168,8 @@ def learn(task: str, seed: int, folder: Path, overrides: list[str]) -> tuple[flo
 
     own = [f"train.seed={seed}", f"train.steps={STEPS[task]}", f"log.directory={folder}", "log.every=50"]
     own.append("train.device=auto")
-    own += {"successor": TWO_TURNS, "calculator": CALCULATED}.get(task, ())
-    functions = {"successor": {}, "calculator": {"so_far": 1.0}}.get(task, REWARDS)
-    words = run_words(folder, task, [*own, *overrides], functions)
+    changes, functions = TURNS.get(task, ((), REWARDS))
+    words = run_words(folder, task, [*own, *changes, *overrides], functions)
     if code := yuan_train(["rl", *words]):
         raise SystemExit(code)
     found = rewards(folder)

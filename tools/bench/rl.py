@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 from tools.bench.harness import MISSED, Row, case
-from tools.rl_tasks import CONFIG, TWO_TURNS, run_words
+from tools.rl_tasks import CONFIG, STEPS, TURNS, run_words
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
@@ -283,14 +283,15 @@ def reward(seed: int, mode: str, steps: int, rate: float) -> Row:
     return row | {"oldest": max(line["staleness_max"] for line in lines)}
 
 
-@case("rl/turns", formats={"reward": ".3f"}, seed=(0, 1, 2), mode=tuple(MODES), steps=(100,), rate=(2e-3,))
-def turns(seed: int, mode: str, steps: int, rate: float) -> Row:
-    """The same, of at most 2.40, of answers of two turns: what the second one is to say the environment alone
-    knows."""
-    changes = (*_changes(seed, mode, rate), *TWO_TURNS)
+@case("rl/turns", formats={"reward": ".3f"}, task=tuple(TURNS), seed=(0, 1, 2), mode=tuple(MODES))
+def turns(task: str, seed: int, mode: str) -> Row:
+    """The same of answers of two turns: what the second one is to say the environment alone knows. A reward
+    of at most 2.40 of `successor`, 2.00 of `calculator`."""
+    own, rewards = TURNS[task]
+    changes, steps = (*_changes(seed, mode, 2e-3), *own), STEPS[task]
     engines = alike(card(), card(FASTER_ENGINE), changes)
-    lines = _learn("successor", mode, engines, {}, steps, changes)
-    row: Row = {"seed": seed, "mode": mode, "first": f"{lines[0]['reward']:.2f}"}
+    lines = _learn(task, mode, engines, rewards, steps, changes)
+    row: Row = {"task": task, "seed": seed, "mode": mode, "first": f"{lines[0]['reward']:.2f}"}
     row |= {"reward": mean(lines[-LAST:], "reward"), "oldest": max(line["staleness_max"] for line in lines)}
     return row | {"thrown away": lines[-1]["next_ticket"] - 32 * steps}
 
