@@ -60,8 +60,8 @@ SAME_NAMES = {
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
     "checkpoint": (10, 3035),
-    "cli": (32, 6814),  # a terminal view of a run, and its cluster; an agent in two halves
-    "config": (17, 6448),  # signals, of seven commands; durations in words and the rent of nodes
+    "cli": (32, 6816),  # a terminal view of a run, and its cluster; an agent in two halves
+    "config": (17, 6467),  # signals, of seven commands; durations in words and the rent of nodes
     "data": (11, 3104),
     "estimate": (5, 1054),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
@@ -70,10 +70,10 @@ ROOMS = {
     "models": (27, 3663),
     "objectives": (3, 306),
     "parallel": (27, 8126),  # who was away is named; paces of simulated cards, by kind of work
-    "planner": (62, 11999),
+    "planner": (62, 12052),  # servers that draw the answers, by their tokens/s
     "profile": (5, 1442),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7207),  # environments of what servers draw: a request a turn
+    "rl": (21, 7221),  # environments of what servers draw: a request a turn
     "schedule": (9, 2068),
     "serve": (6, 1799),  # what is reset at document ends goes with the weights
     "supervise": (7, 2043),  # rounds without a meeting, seats, a lease of who is cut off

@@ -85,7 +85,7 @@ def test_sync_and_async_runs_beside_two_servers(tmp_path: Path) -> None:
         urls = [server.url.rstrip("/") for server in servers]
         common = (
             *FP32,
-            roles(urls, run.model.name, shares=[3, 1]),
+            roles(urls, run.model.name, tokens_per_second=[3, 1]),
             "train.steps=4",
             f"data.evaluation={tmp_path / 'prompts.jsonl'}",
             "evaluation.every=1",
@@ -537,7 +537,7 @@ def test_keys_that_do_not_go_together(tmp_path: Path) -> None:
         (roles(["http://a:99999"], "m"),): "wanted an address such as http://10.0.0.5:8000",
         (roles([f"{url}/v1"], "m"),): "wanted the address before /v1",
         (roles([url, f"{url}/"], "m"),): "is there twice",
-        (roles([url], "m", shares=[1, 2]),): "2 of 1 servers",
+        (roles([url], "m", tokens_per_second=[1, 2]),): "2 of 1 servers",
         (roles([url], "m"), "generation.weights=in_flight"): "take weights between two batches",
         (roles([], "m"),): "roles.generation.http",
     }
@@ -546,24 +546,56 @@ def test_keys_that_do_not_go_together(tmp_path: Path) -> None:
             load_rl(path, (*overrides, "log.directory=a"))
     with pytest.raises(ConfigError, match="nothing says where weights are put"):
         load_rl(path, (roles([url], "m"),))
-    run = load_rl(path, (roles([url, "http://b"], "m", shares=[3, 1]), "log.directory=a"))
+    run = load_rl(path, (roles([url, "http://b"], "m", tokens_per_second=[3, 1]), "log.directory=a"))
     assert run.roles.generation is not None and run.roles.generation.parts == (0.75, 0.25)
     assert run.correction("sync") == "aipo"
 
 
-def test_the_plan_is_as_if_the_policy_drew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And is run beside servers, async too; one with cards for generation is refused."""
+def test_a_plan_counts_on_the_tokens_of_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without them it is as if the policy drew. Either is run beside servers, async too; one with cards for
+    generation is refused, and so is one for other servers."""
     path, cluster, plan = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
     cluster.write_text("name: one\nnodes:\n  - {name: a, device: A10, devices: 1}\n")
     search = "search.policy={schedule: [1f1b], tensor: [1], recompute: [none], micro_batch_size: [1]}"
-    with faking() as fake:
-        given = ["--config", str(path), *FP32, search, "schedule={mode: async}"]
-        given += [roles([fake.url], "test"), f"log.directory={tmp_path / 'log'}"]
-        assert main(["plan", *given, "--cluster", str(cluster), "--out", str(plan), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["mode"], found["placement"]) == ("sync", "shared")
-        assert main(["rl", *given, "--plan", str(plan)]) == 0
-    assert [line["staleness_max"] for line in read_lines(tmp_path / "log")] == [0, 1]
+    given = ["--config", str(path), *FP32, search, "schedule={mode: async}"]
+    given += [f"log.directory={tmp_path / 'log'}"]
+    with faking() as fake, faking() as other:
+        urls = [fake.url, other.url]
+        servers = roles(urls, "test"), roles(urls, "test", tokens_per_second=[0.6, 0.2])
+        found = [
+            _planned(capsys, *given, one, "--cluster", str(cluster), "--out", str(plan)) for one in servers
+        ]
+        assert [(one["mode"], one["placement"]) for one in found] == [
+            ("sync", "shared"),
+            ("async", "servers"),
+        ]
+        # 2 prompts of 4 answers of up to 5 tokens, of which the first server gets both.
+        assert found[1]["engines"] == [
+            {"tokens_per_second": 0.6, "share": pytest.approx(0.75)},
+            {"tokens_per_second": 0.2, "share": pytest.approx(0.25)},
+        ]
+        forecast = found[1]["forecast"]
+        assert forecast["generation_seconds"] == pytest.approx(8 * 5 / 0.8)
+        assert forecast["step_seconds"] == pytest.approx(8 * 5 / 0.6, rel=0.01)
+        assert found[0]["forecast"]["step_seconds"] < 1
+        assert main(["rl", *given, servers[1], "--plan", str(plan)]) == 0
+        lines = read_lines(tmp_path / "log")
+        assert [line["staleness_max"] for line in lines] == [0, 1]
+        assert all(len(line["engine_tokens_per_second"]) == 2 for line in lines)
+        assert main(["inspect", str(plan)]) == 0
+        assert main(["simulate", "--plan", str(plan)]) == 0
+        capsys.readouterr()
+        assert main(["rl", *given, roles([fake.url], "test"), "--plan", str(plan)]) == 2
+        assert (
+            "planned for 2 servers, and roles.generation.http of the run names 1" in capsys.readouterr().err
+        )
     run = load_rl(path, (roles([fake.url], "test", folder="a"),))
     with pytest.raises(ConfigError, match="the plan has cards for that"):
         check_supported(run, None, roles_of(path, staleness=0))
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["plan", *words]) == 0
+    capsys.readouterr()
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)

@@ -211,7 +211,7 @@ def inspect_rl_plan(path: Path) -> Facts:
         "mode": plan.mode,
         "staleness": plan.staleness,
         "world_size": plan.world_size,
-        "placement": "shared" if generation.is_shared else "apart",
+        "placement": "shared" if generation.is_shared else generation.with_ or "apart",
         "reference": None if reference is None else reference.where or "own cards",
         "critic": None if critic is None else critic.with_ or "own cards",
         "engines": [
@@ -222,7 +222,9 @@ def inspect_rl_plan(path: Path) -> Facts:
                 "cards": sorted({engines.ranks[rank].type for s in pipeline.stages for rank in s.ranks}),
             }
             for e, (pipeline, share) in enumerate(zip(engines.pipelines, plan.engine_shares, strict=True))
-        ],
+        ]
+        if generation.with_ != "servers"
+        else [{"server": e, "share": round(share, 4)} for e, share in enumerate(plan.engine_shares)],
         "stages": [
             {"role": name, "ranks": f"{ranks.start}-{ranks.stop - 1}", **_stage_facts(own, p, s)}
             for (name, own), ranks in zip(plan.plans.items(), plan.role_ranks.values(), strict=True)

@@ -350,8 +350,9 @@ class HttpGeneration:
     servers see under this path; None: `weights` in log.directory."""
     kind: ServerKind = "auto"
     """Which program they are; auto: as /v1/models says."""
-    shares: tuple[Annotated[float, Gt(0)], ...] | None = None
-    """What part of the prompts each is given, relative to the others, as their tokens/s are; None: equal."""
+    tokens_per_second: tuple[Annotated[float, Gt(0)], ...] | None = None
+    """Of answers, by each server, as `engine_tokens_per_second` in metrics.jsonl has them. Prompts are shared
+    out so, and the plan counts on them. None: equal shares, and the plan is as if the policy drew."""
     concurrency: Count = 32
     """Prompts that each is asked at a time."""
     timeout: Annotated[float, Gt(0), Unit("seconds")] = 600.0
@@ -359,9 +360,9 @@ class HttpGeneration:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """The share of each; their sum is 1."""
-        shares = self.shares or (1.0,) * len(self.http)
-        return tuple(share / sum(shares) for share in shares)
+        """The share of the prompts that each is given; their sum is 1."""
+        rates = self.tokens_per_second or (1.0,) * len(self.http)
+        return tuple(rate / sum(rates) for rate in rates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -802,9 +803,10 @@ def _servers(run: RLConfig, servers: HttpGeneration) -> Iterator[Violation]:
             yield Violation((*where, "http", i), f"{url!r}: {fault}")
         elif url.rstrip("/") in [other.rstrip("/") for other in servers.http[:i]]:
             yield Violation((*where, "http", i), f"{url!r} is there twice; give each server once")
-    if servers.shares is not None and len(servers.shares) != len(servers.http):
+    rates = servers.tokens_per_second
+    if rates is not None and len(rates) != len(servers.http):
         yield Violation(
-            (*where, "shares"), f"{len(servers.shares)} of {len(servers.http)} servers; give one to each"
+            (*where, "tokens_per_second"), f"{len(rates)} of {len(servers.http)} servers; give each its own"
         )
     if servers.folder is None and run.log.directory is None:
         yield Violation(

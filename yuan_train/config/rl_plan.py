@@ -5,7 +5,7 @@ Each role has ranks of its own, counted from 0; the ranks of the job run role by
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,25 +38,26 @@ class RolePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlan:
-    """Engines on cards of their own (`plan`, `shares`), or the policy's cards (`with`, `slots`).
+    """Engines on cards of their own (`plan`, `shares`), the policy's cards (`with: policy`, `slots`), or
+    servers over HTTP (`with: servers`, `shares`), which the run names.
 
     A pipeline of the plan is an engine: its micro_batch_size is the slots of a group, its num_micro_batches
     the groups in flight; sequence_length is prompt and answer.
     """
 
-    with_: Literal["policy"] | None = None
+    with_: Literal["policy", "servers"] | None = None
     """None: on cards of its own."""
     shares: Annotated[tuple[Share, ...], MinLen(1)] | None = None
     """Of the prompts, for each engine; they sum to 1. None: in proportion to the engines' slots."""
     slots: Annotated[int, Gt(0)] | None = None
     """Samples that each of the policy's pipelines generates at once; only with the policy."""
     plan: Plan | None = None
-    """Of the engines' cards; None: the policy's generate."""
+    """Of the engines' cards; None: the policy's generate, or servers."""
 
     @property
     def is_shared(self) -> bool:
         """Whether the policy's cards generate."""
-        return self.with_ is not None
+        return self.with_ == "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +278,12 @@ def _card_constraints(plan: RlPlan) -> Iterator[Violation]:
 
 def _generation_constraints(generation: GenerationPlan) -> Iterator[Violation]:
     path, plan = ("roles", "generation"), generation.plan
+    if generation.with_ == "servers":
+        if plan is not None or generation.slots is not None or generation.shares is None:
+            yield Violation(path, "with: servers takes shares, and them alone; give a share of each server")
+        elif abs(sum(generation.shares) - 1) > SHARE_TOLERANCE:
+            yield _sum_of_shares(generation.shares)
+        return
     if generation.is_shared:
         if plan is not None or generation.shares is not None:
             yield Violation(path, "with: policy takes slots alone; leave plan and shares out")
@@ -293,10 +300,14 @@ def _generation_constraints(generation: GenerationPlan) -> Iterator[Violation]:
             counts = f"{len(generation.shares)} shares for {len(plan.pipelines)} engines"
             yield Violation((*path, "shares"), f"{counts} (pipelines of the plan); give one for each")
         elif abs(sum(generation.shares) - 1) > SHARE_TOLERANCE:
-            yield Violation((*path, "shares"), f"sum to {sum(generation.shares):g}; they must sum to 1")
+            yield _sum_of_shares(generation.shares)
     if plan.schedule != "1f1b":
         yield Violation((*path, "plan", "schedule"), f"wanted 1f1b, got {plan.schedule}: nothing is trained")
     yield from _untrained((*path, "plan"), plan)
+
+
+def _sum_of_shares(shares: Sequence[float]) -> Violation:
+    return Violation(("roles", "generation", "shares"), f"sum to {sum(shares):g}; they must sum to 1")
 
 
 def _untrained(path: tuple[str, ...], plan: Plan) -> Iterator[Violation]:
@@ -390,6 +401,12 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
     if odd:
         faults.append(
             f"roles.generation: {odd[0]} slots are no multiple of algorithm.group, {group}; plan again"
+        )
+    servers = 0 if run.roles.generation is None else len(run.roles.generation.http)
+    if generation.with_ == "servers" and len(plan.engine_shares) != servers:
+        faults.append(
+            f"roles.generation: planned for {len(plan.engine_shares)} servers, and roles.generation.http of "
+            f"the run names {servers}; plan again"
         )
     if (plan.roles.reference is not None) != run.needs_reference:
         has = "has" if plan.roles.reference is not None else "has no"

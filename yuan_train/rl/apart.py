@@ -294,6 +294,8 @@ class Told:
     sync_seconds: float
     """In which the policy packed weights and waited for those before to be taken."""
     sync_bytes: int
+    tokens_per_second: tuple[float, ...]
+    """Of answers, by engine, while it was at work; 0 of one that drew none."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +325,8 @@ class _ToldOfTicket:
 
     engine: int
     message: Answered
+    tokens: int
+    """That were drawn."""
 
 
 @dataclass(frozen=True)
@@ -421,13 +425,14 @@ class RemoteCollector(Collector):
         """What the engines told of a batch of these tickets; on rank 0 with seconds."""
         versions = tuple(self._told[number].message.version for number in tickets)
         seconds, rounds = dict[int, float](), dict[int, float]()
-        scoring = dict[int, float]()
+        scoring, tokens = dict[int, float](), dict[int, int]()
         filled = room = 0.0
         for told in self._told.values():
             message = told.message
             seconds[told.engine] = seconds.get(told.engine, 0.0) + message.seconds
             rounds[told.engine] = rounds.get(told.engine, 0.0) + message.rounds
             scoring[told.engine] = scoring.get(told.engine, 0.0) + message.scoring_seconds
+            tokens[told.engine] = tokens.get(told.engine, 0) + told.tokens
             filled += message.filled
             room += message.rounds * message.slots
         self._told.clear()
@@ -439,6 +444,10 @@ class RemoteCollector(Collector):
             max(scoring.values()),
             self._sync_seconds,
             self._sync_bytes,
+            tuple(
+                tokens.get(engine, 0) / max(seconds.get(engine, 0.0), 1e-9)
+                for engine in range(len(self._shares))
+            ),
         )
 
     def stop(self) -> None:
@@ -557,7 +566,8 @@ class RemoteCollector(Collector):
             if self._open.pop(ticket, None) is not None:
                 self._found[ticket] = samples
                 self._scored[ticket] = message.scores[ticket]
-                self._told_early[ticket] = _ToldOfTicket(engine, part)
+                tokens = sum(sample.num_drawn for sample in samples)
+                self._told_early[ticket] = _ToldOfTicket(engine, part, tokens)
 
 
 # --- an engine -------------------------------------------------------------------------------------------

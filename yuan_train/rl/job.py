@@ -154,7 +154,7 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
     """Raise YuanError for what a run or a plan may ask for, and this release cannot do."""
     faults: list[str] = []
     servers = run.roles.generation
-    if servers is not None and roles is not None and not roles.roles.generation.is_shared:
+    if servers is not None and roles is not None and roles.roles.generation.plan is not None:
         faults.append(
             "roles.generation.http: servers draw the answers, but the plan has cards for that; plan again, "
             "or leave it out"

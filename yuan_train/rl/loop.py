@@ -127,6 +127,9 @@ class RLMetrics(StepMetrics):
     idle_generation: float
     """Share of the step in which the engines' cards do not generate."""
     samples_per_second: float
+    engine_tokens_per_second: tuple[float, ...] = ()
+    """Of answers, by engine or server that is not on the policy's cards, while it was at work; 0 of one that
+    drew none."""
     value_loss: float | None = None
     """The critic's; None without one."""
     explained_variance: float | None = None
@@ -623,6 +626,7 @@ def _with_engines(metrics: RLMetrics, told: Told) -> RLMetrics:
         generation_seconds=told.engine_seconds,
         sync_seconds=told.sync_seconds,
         sync_bytes=told.sync_bytes,
+        engine_tokens_per_second=told.tokens_per_second,
         scoring_seconds=told.scoring_seconds,
         idle_generation=max(0.0, 1 - told.engine_seconds / step),
     )

@@ -107,9 +107,14 @@ def _timeline_svg(placement: Placement) -> str:
 def _engines_html(placement: Placement, plan: RlPlan) -> str:
     generation = placement.generation
     rows = [
-        (str(e), roles_text.engine_words(engine), f"{rate:.3g}", f"{share:.1%}")
-        for e, (engine, rate, share) in enumerate(
-            zip(generation.engines, generation.samples_per_second, generation.shares, strict=True)
+        (str(e), words, f"{rate:.3g}", f"{share:.1%}")
+        for e, (words, rate, share) in enumerate(
+            zip(
+                roles_text.engines_words(generation),
+                generation.samples_per_second,
+                generation.shares,
+                strict=True,
+            )
         )
     ]
     return bullets(roles_text.role_lines(placement, plan)) + table(

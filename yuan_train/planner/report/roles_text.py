@@ -12,7 +12,7 @@ from yuan_train.config.plan import node_of
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
 from yuan_train.planner.report.answer import estimated_words, rent_words, values_of
-from yuan_train.planner.roles.engines import EnginePlan
+from yuan_train.planner.roles.engines import EnginePlan, Generation
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
 
@@ -68,7 +68,10 @@ def describe(placement: Placement) -> str:
     mode = placement.mode + (f", staleness {placement.staleness}" if placement.staleness else "")
     policy = cards_words(dict.fromkeys(card for own in placement.policy.cost.stages for card in own.cards))
     roles = [f"the same cards train and generate: {policy}" if placement.shared else f"policy {policy}"]
-    if not placement.shared:
+    served = len(placement.generation.served)
+    if served:
+        roles.append(f"generation {served} server" + "s" * (served > 1))
+    elif not placement.shared:
         cards = [card for engine in placement.generation.engines for card in engine.cards]
         roles.append(f"generation {cards_words(cards)}")
     if placement.reward is not None:
@@ -98,17 +101,25 @@ def role_lines(placement: Placement, plan: RlPlan) -> list[str]:
             f"{name:<10} ranks {ranks.start}-{ranks.stop - 1}  {words} of {stages}"
             f"{'...' if len(own.pipelines) > 4 else ''} stages, peak {show_bytes(peak)} a card"
         )
+    generation = placement.generation
     same = Counter(
-        (engine_words(engine), round(share, 3))
-        for engine, share in zip(placement.generation.engines, placement.generation.shares, strict=True)
+        zip(engines_words(generation), (round(share, 3) for share in generation.shares), strict=True)
     )
+    what = "server" if generation.served else "engine"
     lines += [
-        f"{count} x engine: {words}, {share:.1%} of the prompts" for (words, share), count in same.items()
+        f"{count} x {what}: {words}, {share:.1%} of the prompts" for (words, share), count in same.items()
     ]
     return lines
 
 
-def engine_words(engine: EnginePlan) -> str:
+def engines_words(generation: Generation) -> list[str]:
+    """Each engine, or server: `900 tokens/s`."""
+    if generation.served:
+        return [f"{rate:,.4g} tokens/s" for rate in generation.served]
+    return [_engine_words(engine) for engine in generation.engines]
+
+
+def _engine_words(engine: EnginePlan) -> str:
     """`2 x H20 as one stage of width 2, 304 slots`."""
     stages, width = len(engine.stages), engine.stages[0].width
     cut = f"{stages} stages" if stages > 1 else "one stage"
@@ -129,7 +140,9 @@ def step_words(placement: Placement, problem: RolesProblem) -> str:
         parts[-1] += f", of it the critic {show_seconds(placement.policy.critic_seconds)}"
     if placement.scoring_seconds:
         parts.append(f"scoring {show_seconds(placement.scoring_seconds)}")
-    if not placement.shared:
+    if placement.generation.served:
+        parts.append("weights by way of a folder, not counted")
+    elif not placement.shared:
         parts.append(f"weights {show_seconds(placement.sync_seconds)} ({show_bytes(placement.sync_bytes)})")
     return " | ".join(parts)
 
@@ -148,7 +161,9 @@ def source_words(placement: Placement) -> str:
     rates, engines = placement.generation.rates, placement.generation.engines
     measured = sum(rates.are_measured(engine) for engine in engines)
     rounds = "rounds of generation by memory bandwidth"
-    if measured:
+    if placement.generation.served:
+        rounds = "tokens/s of servers as given"
+    elif measured:
         rounds = f"rounds of {measured} of {len(engines)} engines as profiled"
     batch = "reward functions as profiled" if placement.has_batch else "reward functions take no time"
     training = f"training ({placement.policy.cost.source}) as in a plan of its own"
@@ -182,7 +197,7 @@ def roles_json(result: RolesResult, plan: RlPlan, *, path: str | None) -> dict[s
         "plan": path,
         "kind": "rl",
         **values_of(plan, "mode", "staleness"),
-        "placement": "shared" if result.best.shared else "apart",
+        "placement": "shared" if result.best.shared else "servers" if engines.served else "apart",
         "forecast": as_plain(plan.forecast),
         "roles": {
             name: {"ranks": [ranks.start, ranks.stop], "cards": plan.plans[name].cards_by_type}
@@ -190,7 +205,11 @@ def roles_json(result: RolesResult, plan: RlPlan, *, path: str | None) -> dict[s
         },
         "engines": [
             {"slots": own.slots, "stages": len(own.stages), "width": own.stages[0].width, "share": share}
-            for own, share in zip(engines.engines, engines.shares, strict=True)
+            for own, share in zip(engines.engines, engines.shares, strict=False)
+        ]
+        or [
+            {"tokens_per_second": rate, "share": share}
+            for rate, share in zip(engines.served, engines.shares, strict=True)
         ],
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,

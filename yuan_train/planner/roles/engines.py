@@ -155,15 +155,19 @@ class EngineRates:
 
 @dataclass(frozen=True)
 class Generation:
-    """The engines of a placement, and how the prompts are shared among them."""
+    """The engines of a placement, or servers, and how the prompts are shared among them."""
 
     engines: tuple[EnginePlan, ...]
     rates: EngineRates
     given_shares: tuple[float, ...] | None = None
     """Of the prompts, where the policy's pipelines generate: those of the batch. None: by the rates."""
+    served: tuple[float, ...] = ()
+    """Tokens a second of servers that generate in place of engines, as measured."""
 
     @cached_property
     def samples_per_second(self) -> tuple[float, ...]:
+        if self.served:
+            return tuple(rate / self.rates.load.expected_new_tokens for rate in self.served)
         return tuple(self.rates.samples_per_second(engine) for engine in self.engines)
 
     @property
@@ -185,8 +189,10 @@ class Generation:
 
     @cached_property
     def engine_batch_seconds(self) -> tuple[float, ...]:
-        """The same of each engine, which gets whole prompts."""
+        """The same of each engine or server, which gets whole prompts."""
         counts, group = deal(self.rates.load.prompts, self.shares), self.rates.load.group
+        if self.served:
+            return tuple(group * n / rate for n, rate in zip(counts, self.samples_per_second, strict=True))
         return tuple(
             self.rates.batch_seconds(e, group * n) for e, n in zip(self.engines, counts, strict=True)
         )

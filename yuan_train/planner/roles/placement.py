@@ -59,6 +59,8 @@ class RolesProblem:
     """In async mode."""
     in_flight: bool = False
     """Whether engines then go on over the border of batches."""
+    servers: tuple[float, ...] = ()
+    """Tokens a second of servers that draw the answers, as measured; then all cards are for other roles."""
     sync_share: float = 1.0
     """Of the bytes of all weights, those that engines are sent after a batch."""
     time_limit: float = 60.0
@@ -310,8 +312,8 @@ class Placement:
         """Share of the step in which a role's cards wait, by role."""
         found = {"policy": self.play.idle("policy")}
         if not self.shared:
-            engines = [self.play.idle(f"engine {e}") for e in range(len(self.generation.engines))]
-            found["generation"] = math.fsum(engines) / len(engines)
+            count = len(self.generation.engine_batch_seconds)
+            found["generation"] = math.fsum(self.play.idle(f"engine {e}") for e in range(count)) / count
         if self.reward and self.reward.apart:
             found["reward"] = self.play.idle("scoring")
         return found

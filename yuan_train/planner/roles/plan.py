@@ -13,7 +13,7 @@ from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile
-from yuan_train.config.rl import Mode, RLConfig, policy_run
+from yuan_train.config.rl import Mode, Placement, RLConfig, policy_run
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs, plan_on_cards
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.evaluate.stage_cost import cards_of
@@ -38,6 +38,7 @@ def roles_problem(
     # What adapters have stays on the cards, and so does what a critic has.
     offload = offload if run.model.lora is None and run.critic is None else ()
     expected = run.expected_new_tokens
+    servers = (run.roles.generation.tokens_per_second or ()) if run.roles.generation is not None else ()
     if expected > run.generation.max_new_tokens:
         most = run.generation.max_new_tokens
         raise ConfigError(f"search.expected_new_tokens: {expected}, but generation.max_new_tokens is {most}")
@@ -76,8 +77,8 @@ def roles_problem(
         slots=run.search.generation.slots,
         most_slots=run.generation.slots,
         modes=_modes(run),
-        # Servers have no cards here: the policy's plan is as if it drew by itself.
-        placements=run.search.placement if run.roles.generation is None else ("shared",),
+        placements=_placements(run, servers),
+        servers=servers,
         staleness=run.schedule.staleness or 0,
         in_flight=run.generation.weights == "in_flight",
         sync_share=run.search.sync_share,
@@ -85,10 +86,19 @@ def roles_problem(
     )
 
 
+def _placements(run: RLConfig, servers: Sequence[float]) -> tuple[Placement, ...]:
+    """How cards may be shared among roles. Of servers whose speed is not known the plan is as if the policy
+    drew."""
+    if run.roles.generation is None:
+        return run.search.placement
+    return ("apart",) if servers else ("shared",)
+
+
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
     """The modes that a plan may have. Raises ConfigError if search keys and schedule exclude all of them."""
     if run.roles.generation is not None:
-        return ("sync",)
+        is_async = run.schedule.mode == "async" and run.roles.generation.tokens_per_second is not None
+        return ("async",) if is_async else ("sync",)
     wanted: Mode | Literal["auto"] = run.schedule.mode
     why = "schedule.mode"
     if wanted == "auto" and run.generation.weights == "in_flight":
@@ -131,9 +141,12 @@ def make_rl_plan(problem: placing.RolesProblem, result: RolesResult) -> rl_plan.
             with_="policy", slots=min(e.slots for e in best.generation.engines)
         )
     else:
-        engines = engines_plan(problem, best.generation.engines)
         shares = [round(share, 6) for share in best.generation.shares[:-1]]
-        generation = rl_plan.GenerationPlan(shares=(*shares, 1.0 - math.fsum(shares)), plan=engines)
+        shares.append(1.0 - math.fsum(shares))
+        generation = rl_plan.GenerationPlan(with_="servers", shares=tuple(shares))
+        if not problem.servers:
+            engines = engines_plan(problem, best.generation.engines)
+            generation = rl_plan.GenerationPlan(shares=tuple(shares), plan=engines)
     reward = None
     if best.reward is not None and problem.reward_model is not None:
         reward = rl_plan.RolePlan(plan=reward_plan(problem, problem.reward_model, best.reward))
@@ -181,7 +194,11 @@ def placement_of(problem: placing.RolesProblem, plan: rl_plan.RlPlan) -> placing
     generation = plan.roles.generation
     source = own if generation.plan is None else generation.plan
     engines: list[EnginePlan] = []
-    for pipeline in source.pipelines:
+    if generation.with_ == "servers" and not problem.servers:
+        raise PlanError(
+            "roles.generation: servers draw; give roles.generation.tokens_per_second in the run, as measured"
+        )
+    for pipeline in source.pipelines if generation.with_ != "servers" else ():
         stages = tuple(DecodeStage.of(stage, cards_of(costs, source, stage)[0]) for stage in pipeline.stages)
         groups = pipeline.num_micro_batches
         slots = pipeline.micro_batch_size
@@ -210,7 +227,7 @@ def placement_of(problem: placing.RolesProblem, plan: rl_plan.RlPlan) -> placing
         mode=plan.mode,
         split=tuple((counts[0], counts[1], counts[2]) for counts in split.values()),
         policy=work,
-        generation=Generation(tuple(engines), rates, plan.engine_shares),
+        generation=Generation(tuple(engines), rates, plan.engine_shares, served=problem.servers),
         reward=reward,
         shared=generation.is_shared,
     )

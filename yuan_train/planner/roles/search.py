@@ -94,6 +94,7 @@ class RolesSearch:
     def splits(self, *, shared: bool = False) -> Iterator[Split]:
         """Every split of cards over roles; `shared`: all but a reward model's train and generate in turns."""
         scores = self.problem.reward_model is not None
+        shared |= bool(self.problem.servers)
         for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
             policy, generation, reward = (sum(part) for part in zip(*counts, strict=True))
             if policy and bool(generation) != shared and bool(reward) == scores:
@@ -119,7 +120,10 @@ class RolesSearch:
         return found
 
     def generations(self, split: Split) -> list[Generation]:
-        """The ways in which the cards of generation can be engines; empty if the model does not fit them."""
+        """The ways in which the cards of generation can be engines, or the servers; empty if the model does
+        not fit them."""
+        if self.problem.servers:
+            return [Generation((), self.ways.rates, served=self.problem.servers)]
         key = tuple(counts[0] for counts in split) + tuple(counts[1] for counts in split)
         if key not in self._generations:
             self._generations[key] = self.ways.list_generations(self.cards_of(split, 1))
