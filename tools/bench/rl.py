@@ -26,7 +26,7 @@ from tools.rl_tasks import CONFIG, STEPS, TURNS, run_words
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
-from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.config.rl_plan import GenerationPlan, ReferencePlan, RlPlan, RolePlan, RolePlans, save_rl_plan
 from yuan_train.planner.roles.play import FlowTimes, Play, play
 
 NEARNESS = 0.15
@@ -247,7 +247,11 @@ def roles_plan(
     generation = replace(plan, pipelines=pipelines, ranks=ranks, global_batch_size=slots)
     generation = _with_cards(generation, [engine.card for engine in engines], "generates")
     shares = tuple(engine.share for engine in engines)
-    roles = RolePlans(policy=RolePlan(plan=plan), generation=GenerationPlan(plan=generation, shares=shares))
+    roles = RolePlans(
+        policy=RolePlan(plan=plan),
+        generation=GenerationPlan(plan=generation, shares=shares),
+        reference=ReferencePlan(where="host") if config.needs_reference else None,
+    )
     return RlPlan(mode="async" if staleness else "sync", staleness=staleness, roles=roles)
 
 
