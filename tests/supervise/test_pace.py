@@ -18,7 +18,7 @@ from yuan_train.config.run import SuperviseConfig
 from yuan_train.report.journal import read_entries
 from yuan_train.report.run_log import measured_pace, read_run
 from yuan_train.report.run_page import run_lines
-from yuan_train.supervise.agent import Lead, Supervised
+from yuan_train.supervise.agent import Lead, Supervised, Weighed
 from yuan_train.supervise.room import Agent, Done
 
 SLOW = SuperviseConfig().slow
@@ -132,13 +132,16 @@ class FakeRound:
         self.stopped = ""
         self.gone: tuple[str, ...] = ()
         self.is_over = False
-        self.done = {0: Done(0), 1: Done(0, leaves=True)}
+        self.ended = {0: Done(0), 1: Done(0, leaves=True)}
 
     def is_past(self) -> bool:
         return self.is_over
 
-    def all_done(self) -> dict[int, Done]:
-        return self.done
+    def done(self) -> dict[int, Done]:
+        return self.ended
+
+    def all_done(self, look: Any) -> dict[int, Done]:
+        return self.ended
 
     def is_hopeless(self) -> bool:
         return self.stopped == "hopeless"
@@ -286,7 +289,7 @@ def test_what_the_processes_cannot_become_takes_a_restart(
     write_lines(folder, slow)
     lead.look_around()
     assert round_of(lead).moves and not stopped(lead)
-    round_of(lead).done = {0: Done(0, obstacle="no room"), 1: Done(0)}
+    round_of(lead).ended = {0: Done(0, obstacle="no room"), 1: Done(0)}
     lead.judge()
     assert stopped(lead) == "Verdict(again=True, stay=())"
     lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
@@ -326,7 +329,7 @@ def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
         room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "Verdict(again=True, stay=())"
     )
     # A rank that is lost while the others save is told too.
-    round_of(lead).done = {0: Done(1, "rank 0: is gone"), 1: Done(0, leaves=True)}
+    round_of(lead).ended = {0: Done(1, "rank 0: is gone"), 1: Done(0, leaves=True)}
     lead.judge()
     assert room.recall("why") == "other had to go (SIGTERM); rank 0: is gone"
 
@@ -338,7 +341,7 @@ def test_a_lead_without_whom_the_others_have_gone_on_decides_nothing(
     room = FakeRoom()
     lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
     kept, said = dict(room.kept), read_entries(tmp_path / "log")
-    round_of(lead).is_over, round_of(lead).done = True, {0: Done(1, "rank 1 does not answer"), 1: Done(0)}
+    round_of(lead).is_over, round_of(lead).ended = True, {0: Done(1, "rank 1 does not answer"), 1: Done(0)}
     lead.judge()
     lead.give_order()
     assert room.kept == kept and read_entries(tmp_path / "log") == said and not stopped(lead)
@@ -390,6 +393,48 @@ def test_ranks_of_which_an_agent_is_lost_are_ended(
             lead.look_around()
         assert stopped(lead) == "hopeless"
         round_of(lead).stopped, round_of(lead).gone = "", ()
-    round_of(lead).stopped, round_of(lead).done = "hopeless", {0: Done(1, "rank 0 was killed")}
+    round_of(lead).stopped, round_of(lead).ended = "hopeless", {0: Done(1, "rank 0 was killed")}
     lead.judge()
     assert room.recall("why") == "no word of the agent of card; rank 0 was killed"
+
+
+def test_a_start_ends_once_some_of_its_ranks_have_failed(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for them, untold, until all have met. A clean end, and one behind a step, are none."""
+    monkeypatch.setattr("yuan_train.supervise.agent.HOPELESS_SECONDS", 0.0)
+    for steps, ended, wanted in (
+        (0, {1: Done(1, "rank 1 was killed by SIGKILL")}, "hopeless"),
+        (0, {1: Done(0)}, ""),
+        (3, {1: Done(1, "rank 1 was killed by SIGKILL")}, ""),
+    ):
+        room = FakeRoom()
+        (folder := tmp_path / f"{steps}-{wanted}").mkdir()
+        lead = lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+        round_of(lead).ended = ended
+        write_lines(folder, lines(2, steps, 0.0, 0))
+        for _ in range(3):
+            lead.look_around()
+        assert stopped(lead) == wanted
+    # Whose ranks were ended for that counts as a fault of the start, and is not taken for a lost agent.
+    (tmp_path / "fault").mkdir()
+    lead = lead_of(tmp_path / "fault", FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    round_of(lead).stopped, round_of(lead).ended = "hopeless", {1: Done(1, "rank 1 was killed"), 0: Done(0)}
+    lead.judge()
+    assert room.recall("why") == "rank 1 was killed"
+    assert [start["fault"] for start in room.recall("starts")] == ["rank 1 was killed"]
+
+
+def test_who_was_to_be_let_in_and_has_gone_is_named(
+    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = FakeRoom()
+    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    monkeypatch.setattr(room, "waiting", lambda *_: ("third",))
+    write_lines(tmp_path, lines(2, 3, 0.0, 0))
+    move = Weighed(is_worth_it=True, reason="so")
+    monkeypatch.setattr("yuan_train.supervise.agent.weigh_move", lambda *_, **__: move)
+    lead.look_around()
+    assert stopped(lead) == "third came: so"
+    lead.give_order()
+    assert read_entries(tmp_path / "log")[0][-1].reason == "third went; third came: so"

@@ -110,6 +110,8 @@ def signature(fault: str) -> str:
 LINES_KEPT = 400
 _BY_OTHERS = re.compile(r" \(rank \d+ \(.*$")
 """How another rank has noticed a fault, behind the fault."""
+_BY_SIGNAL = re.compile(r"rank \d+ was killed by (SIGTERM|SIGKILL)|exit code -(15|9)")
+"""What is said of ranks, or their launcher, that have ended as they were told."""
 
 
 class Ranks:
@@ -180,12 +182,17 @@ class Ranks:
 
     def fault(self, node: str) -> str:
         """What they have said of their fault: whose it was, without how others saw it. `node` is this one's
-        name, for what no other rank has told."""
+        name, for what no other rank has told. Empty: they have ended as they were asked to, before they could
+        do that by themselves."""
         self._reader.join(timeout=2)
         said = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
         causes = [line.removeprefix(CAUSE) for line in said if line.startswith(CAUSE)]
         cut = f"cut off from the meeting point, or stopped, for {self.cut:.0f} s"
         first = _BY_OTHERS.sub("", (causes or said or [cut if self.cut else f"exit code {self.poll()}"])[0])
+        ended = _BY_SIGNAL.fullmatch(first) if self._asked and not causes else None
+        is_late = time.monotonic() > self._deadline
+        if ended is not None and (is_late or (ended[1] or ended[2]) in ("SIGTERM", "15")):
+            return ""
         return first if causes else f"{first} (on {node})"
 
     def _read(self, stderr: int) -> None:
@@ -359,6 +366,9 @@ def _run_ranks(
                 signals.leaves = True
             # Without a lead nobody would say that ranks wait for those of a node that is gone.
             is_hopeless = current.is_abandoned() or current.is_hopeless()
+            if signals.leaves and (ranks or lead) and current.stop_reason() is None:
+                # In a start the others would wait for these, and no rank can tell them yet.
+                current.stop(f"{agent.node} had to go")
             if signals.leaves or current.stop_reason() is not None or is_hopeless:
                 if ranks is None:
                     return Done(0, leaves=signals.leaves)
@@ -389,7 +399,7 @@ def _run_ranks(
         # Whose input is wrong says so itself. To others a rank that was stopped looks like another program.
         code = 1
     fault = ranks.fault(agent.node) if code or ranks.cut else ""
-    return Done(code, fault, leaves=signals.leaves, obstacle=ranks.obstacle())
+    return Done(code if fault else 0, fault, leaves=signals.leaves, obstacle=ranks.obstacle())
 
 
 def _start(job: Supervised, agent: Agent, order: Directive, current: Round) -> Ranks | None:
@@ -439,7 +449,10 @@ class Lead:
         self._began = self._looked = time.monotonic()
         self._first_step = last_step(job.run)
         """The last one that was done when the round began; less once the log shows that it goes on before."""
-        self._has_stepped = False
+        self._has_stepped = self._has_lost = False
+        """Whether a step was made, and whether an agent with ranks was lost."""
+        self._failed_at = math.inf
+        """When a node's ranks were seen to have failed."""
         self._considered: tuple[str, ...] = ()
         """Nodes that wait, of which it is decided whether they are let in."""
         self._weighed: Pace = self._pace
@@ -473,7 +486,10 @@ class Lead:
         if self._round.is_past():
             return
         forecast, text = _forecast(plan), dump(plan)
-        why = _change(kept["nodes"], nodes, self._room.recall("why"))
+        # Who was to be let in may have gone before.
+        before_it = dict.fromkeys([*kept["nodes"], *(self._room.recall("coming") or [])])
+        why = _change(list(before_it), nodes, self._room.recall("why"))
+        self._room.remember("coming", None)
         is_other = kept["nodes"] and number != kept["number"]
         self._note("moved" if is_other else "started", why, path, before, forecast)
         self._room.remember("plan", {"number": number, "nodes": nodes, "forecast": forecast, "text": text})
@@ -489,6 +505,7 @@ class Lead:
         self._looked = time.monotonic()
         if self._stop_without_lost():
             return
+        self._end_start()
         if self._plan is not None and not self._has_stepped:
             # A run that has not made a step yet is not moved: that could go on for ever.
             step = last_step(self._job.run)
@@ -517,13 +534,26 @@ class Lead:
         used = {node_of(rank) for rank in self._plan.ranks} if self._plan is not None else set[str]()
         gone = [node for node, agent in self._members.items() if agent.token in lost and node in used]
         if gone and not self._round.is_hopeless():
+            self._has_lost = True
             self._room.remember("why", f"no word of the agent of {_listed(gone)}")
             self._round.give_up()
         return bool(gone)
 
+    def _end_start(self) -> None:
+        """End the ranks of a start some of whose ranks have failed: until they have met, nothing tells the
+        others, which wait for train.startup_timeout."""
+        now = time.monotonic()
+        if self._has_stepped or not any(entry.code for entry in self._round.done().values()):
+            return
+        self._failed_at = min(self._failed_at, now)
+        if now > self._failed_at + HOPELESS_SECONDS and not self._round.is_hopeless():
+            self._has_stepped = last_step(self._job.run) > self._first_step
+            if not self._has_stepped:
+                self._round.give_up()
+
     def judge(self) -> None:
         """When this agent's ranks have ended: say what comes next."""
-        done = self._round.all_done()
+        done = self._round.all_done(self._end_start)
         if self._round.is_past():
             return
         ended, remaining = self._outcome(done), self._round.remaining(done)
@@ -548,7 +578,7 @@ class Lead:
         """Let in nodes that wait, or write down why not."""
         names = _listed(waiting)
         if self._plan is None:
-            self._stop(f"{names} came")
+            self._let_in(waiting, "")
             return
         before = _forecast(self._plan)
         nodes = tuple(node for node in self._job.nodes if node in (*self._members, *waiting))
@@ -558,9 +588,13 @@ class Lead:
             return
         move = self._weigh(before, after)
         if move.is_worth_it:
-            self._stop(f"{names} came: {move.reason}")
+            self._let_in(waiting, f": {move.reason}")
         else:
             self._note("stays", f"{names} waits: {move.reason}", None, before, after)
+
+    def _let_in(self, waiting: Sequence[str], why: str) -> None:
+        self._room.remember("coming", list(waiting))
+        self._stop(f"{_listed(waiting)} came{why}")
 
     def _weigh_pace(self, plan: Plan) -> None:
         """Plan anew for cards that compute slower, or again faster, than planned, if that repays the move."""
@@ -644,7 +678,7 @@ class Lead:
         leaving = [node for rank, node in enumerate(self._members) if rank in done and done[rank].leaves]
         if leaving:
             self._room.remember("why", f"{_listed(leaving)} had to go (SIGTERM)")
-        if leaving or self._round.stop_reason() is not None or self._round.is_hopeless():
+        if leaving or self._round.stop_reason() is not None or self._has_lost:
             if worst is not None:
                 # Something failed while they saved.
                 self._room.remember("why", f"{self._room.recall('why')}; {worst.fault}")

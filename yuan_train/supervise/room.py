@@ -308,6 +308,7 @@ class Round:
         """By rank, once they have said who they are."""
         self._beats = {rank: (0, time.monotonic()) for rank in range(seat.size)}
         """Of each agent the last beat that was new, and since when it is known."""
+        self._done: dict[int, Done] = {}
         self._patience = BEAT_SECONDS * float(BEATS_MISSED)
         """Without a beat, in which an agent is taken to be gone whose end nobody has seen."""
         store.set(f"node/{seat.rank}", json.dumps(asdict(agent)))
@@ -398,7 +399,7 @@ class Round:
         return tuple(agent.token for agent in left if agent.token not in lost)
 
     def stop(self, reason: str) -> None:
-        """Have all ranks save and end."""
+        """Have all ranks save and end, or those of a start just end."""
         self._store.set("stop", json.dumps(reason))
 
     def give_up(self) -> None:
@@ -423,13 +424,19 @@ class Round:
         """Whether the ranks of some agent have ended."""
         return any(self._store.check([f"done/{rank}"]) for rank in range(self._size))
 
-    def all_done(self) -> dict[int, Done]:
-        """How the ranks of the agents have ended; waits for those that live, which may be saving."""
-        done: dict[int, Done] = {}
+    def done(self) -> dict[int, Done]:
+        """How the ranks of the agents have ended, as far as they have; the first ones first."""
+        for rank in range(self._size):
+            if rank not in self._done and (values := _read(self._store, f"done/{rank}")) is not None:
+                self._done[rank] = Done(**values)
+        return self._done
+
+    def all_done(self, look: Callable[[], None]) -> dict[int, Done]:
+        """How the ranks of the agents have ended; waits for those that live, which may be saving, and calls
+        `look` all the while."""
         while True:
-            for rank in set(range(self._size)) - set(done):
-                if (values := _read(self._store, f"done/{rank}")) is not None:
-                    done[rank] = Done(**values)
+            done = self.done()
+            look()
             if any(entry.fault for entry in done.values()):
                 self._patience = DOUBTED_SECONDS
             if not any(self._lives(rank) for rank in range(self._size) if rank not in done):
