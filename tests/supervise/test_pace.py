@@ -328,6 +328,14 @@ def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
     assert (
         room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "Verdict(again=True, stay=())"
     )
+    # So is the end of all, who may be brought back.
+    round_of(lead).ended = {0: Done(0, leaves=True), 1: Done(0, leaves=True)}
+    lead.judge()
+    assert stopped(lead) == "Verdict(again=True, stay=())"
+    assert (
+        read_entries(tmp_path / "log")[0][-1].reason
+        == "stopped after step 0: card, other had to go (SIGTERM)"
+    )
     # A rank that is lost while the others save is told too.
     round_of(lead).ended = {0: Done(1, "rank 0: is gone"), 1: Done(0, leaves=True)}
     lead.judge()

@@ -288,6 +288,8 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
                     return ended.code
                 if signals.leaves:
                     room.forget([token])
+                    if saved_step(job.run) >= last_step(job.run):
+                        remove_copies(job.run.checkpoint.directory or "", node)
                     return 0
         except _Leaving:
             room.forget([token])
@@ -671,13 +673,15 @@ class Lead:
         is_whole = len(done) == len(self._members)
         if not faults and saved_step(run) >= run.train.steps:
             return Ended(0, f"all {run.train.steps} steps are done")
-        all_leave = is_whole and not faults and all(entry.leaves for entry in done.values())
-        if all_leave or self._room.is_halted():
+        if self._room.is_halted():
             return Ended(0, f"stopped after step {step}")
         worst = min(faults, key=lambda entry: entry.code not in SPOILT) if faults else None
         leaving = [node for rank, node in enumerate(self._members) if rank in done and done[rank].leaves]
         if leaving:
             self._room.remember("why", f"{_listed(leaving)} had to go (SIGTERM)")
+        if len(leaving) == len(self._members) and not faults:
+            # It goes on if somebody brings a node back.
+            self._note("stopped", f"stopped after step {step}: {self._room.recall('why')}", None, None, None)
         if leaving or self._round.stop_reason() is not None or self._has_lost:
             if worst is not None:
                 # Something failed while they saved.
