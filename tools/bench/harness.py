@@ -84,7 +84,8 @@ def table(name: str, rows: Sequence[Row], before: Mapping[str, Any] | None = Non
 
     def cell(row: Row, column: str) -> str:
         value = row.get(column)
-        shown = "" if value is None else format(value, formats.get(column, ""))
+        # A plan in one line has what divides a table's columns.
+        shown = "" if value is None else format(value, formats.get(column, "")).replace("|", r"\|")
         last = old.get(_key(one, row), {}).get(column)
         worse = value / last - 1 if column in one.costs and value is not None and last else 0.0
         return f"**{shown}, {worse:+.0%}**" if worse > one.costs.get(column, 0.0) else shown
