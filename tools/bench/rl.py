@@ -155,7 +155,7 @@ def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
             row |= {"gain": run.gain, "again": again.gain}
             row |= {"of most": run.gain / run.most, "over": run.over / run.step}
             for role, actor in ROLES.items():
-                row[f"idle {role}, forecast"] = f"{run.idle[role]:.0%}, {flow.idle(actor):.0%}"
+                row[f"{actor.split()[0]} idle"] = f"{run.idle[role]:.0%}, {flow.idle(actor):.0%}"
             if abs(error) > NEARNESS:
                 row[MISSED] = f"staleness {staleness}: forecast off by {error:+.0%}"
             elif staleness and (run.gain < GAIN * run.most or run.oldest > staleness or run.unused):

@@ -489,8 +489,8 @@ class Lead:
             return
         forecast, text = _forecast(plan), dump(plan)
         # Who was to be let in may have gone before.
-        before_it = dict.fromkeys([*kept["nodes"], *(self._room.recall("coming") or [])])
-        why = _change(list(before_it), nodes, self._room.recall("why"))
+        before_it: list[str] = [*kept["nodes"], *(self._room.recall("coming") or [])]
+        why = _change(list(dict.fromkeys(before_it)), nodes, self._room.recall("why"))
         self._room.remember("coming", None)
         is_other = kept["nodes"] and number != kept["number"]
         self._note("moved" if is_other else "started", why, path, before, forecast)
