@@ -1,6 +1,5 @@
 """The commands `tokenizer` and `preprocess`, and the corpus tool."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from yuan_train.cli import preprocess, tokenizer
+from yuan_train.cli.main import command_parser
 from yuan_train.config.errors import DataError
 
 SOURCE = Path(json.__file__).parent / "decoder.py"
@@ -16,11 +15,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "make_corpus.py"
 
 
 def run(*words: object) -> int:
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers(required=True)
-    tokenizer.register(subparsers)
-    preprocess.register(subparsers)
-    arguments = parser.parse_args(list(map(str, words)))
+    arguments = command_parser(str(words[0]))[0].parse_args(list(map(str, words)))
     return arguments.run(arguments)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,7 +25,8 @@ from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import as_rank, free_port, patience, process_of, spawn, start_ranks
 from yuan_train.cli.main import main
-from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
+from yuan_train.cli.rl import _prepare_role  # pyright: ignore[reportPrivateUsage]
+from yuan_train.cli.train import run_rank
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
@@ -64,7 +66,7 @@ def run_cases(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]])
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     for path, overrides, roles, port in cases:
         as_rank(rank, roles.world_size, port)
-        _run_role(load_rl(path, overrides), roles)
+        run_rank(lambda: partial(_prepare_role, load_rl(path, overrides), roles))
 
 
 FEW = ("train.steps=3", "train.precision=bf16", "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=1")

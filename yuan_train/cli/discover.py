@@ -1,4 +1,6 @@
-"""`yuan-train discover`: a cluster file of this machine, of hosts over ssh, or of a Slurm job's."""
+"""Looks at this machine, at --hosts over ssh, or at the machines of the Slurm job that it runs in, and writes
+a commented cluster file: cards and memory, links between cards, networks, host memory, disks. What was not
+found is said. A machine without a GPU counts as one card: its processor."""
 
 from __future__ import annotations
 
@@ -26,21 +28,12 @@ HEAD = """\
 """
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "discover",
-        description="Looks at this machine, at --hosts over ssh, or at the machines of the Slurm job that "
-        "it runs in, and writes a commented cluster file: cards and memory, links between cards, networks, "
-        "host memory, disks. What was not found is said. A machine without a GPU counts as one card: "
-        "its processor.",
-    )
-    parser.add_argument(
-        "--hosts", metavar="A,B,C", help="the machines; this one is left out unless it is named"
-    )
-    parser.add_argument("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the cluster file to write")
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--hosts", metavar="A,B,C", help="the machines; this one is left out unless it is named")
+    add("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
+    add("--out", required=True, metavar="FILE", help="the cluster file to write")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""`yuan-train doctor`: installed and missing packages, devices, and the implementation of each op."""
+"""Says in a line what this machine is ready for, what it is not, and why. With --verbose also what may go
+wrong, what is installed, what is missing and what does not work without it, the cards, which implementation
+each op uses on them, and why not a faster one."""
 
 from __future__ import annotations
 
@@ -100,32 +102,16 @@ LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpf
 CORE = ("torch", "numpy", "sentencepiece", "tokenizers", "jinja2", "PyYAML", "pydantic", "safetensors")
 
 
-def register(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the command's parser."""
-    parser = subparsers.add_parser(
-        "doctor",
-        description="Says in a line what this machine is ready for, what it is not, and why. With --verbose "
-        "also what may go wrong, what is installed, what is missing and what does not work without it, the "
-        "cards, which implementation each op uses on them, and why not a faster one.",
-    )
-    parser.add_argument("--hidden-size", type=int, default=2048, metavar="H", help="of the model (2048)")
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a run file: checks its directories of checkpoints and of state",
-    )
-    parser.add_argument(
-        "--plan", metavar="FILE", help="its plan, with --config: the nodes that must share it"
-    )
-    parser.add_argument(
-        "--nodes", metavar="A,B,C", help="ask these machines over ssh, and say where they differ"
-    )
-    parser.add_argument(
-        "--ssh", default="ssh", metavar="CMD", help="with --nodes: called as CMD HOST COMMAND... (ssh)"
-    )
-    parser.add_argument("--verbose", action="store_true", help="print everything that was found")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with everything")
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--hidden-size", type=int, default=2048, metavar="H", help="of the model (2048)")
+    add("--config", metavar="FILE", help="a run file: checks its directories of checkpoints and of state")
+    add("--plan", metavar="FILE", help="its plan, with --config: the nodes that must share it")
+    add("--nodes", metavar="A,B,C", help="ask these machines over ssh, and say where they differ")
+    add("--ssh", default="ssh", metavar="CMD", help="with --nodes: called as CMD HOST COMMAND... (ssh)")
+    add("--verbose", action="store_true", help="print everything that was found")
+    add("--json", action="store_true", help="print one JSON object, with everything")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,13 @@
-"""`yuan-train estimate`: what reinforcement learning of a model takes on one card, and whether it fits."""
+"""Estimates the peak memory of GRPO or PPO on one card, by phase and category, from a model's sizes; says if
+it fits, and what would make it fit. Needs neither a card, nor weights, nor torch. No number is fitted.
+
+--model is a name (Qwen2.5-7B), a config.json of Hugging Face's, its folder, a model file of ours, or a
+checkpoint.
+Without --method, all methods are shown.
+
+  full              all parameters, torch's AdamW      adam8            8-bit Adam
+  adam8+recompute   and gradient checkpointing         lora             adapters of rank 16 alone
+"""
 
 from __future__ import annotations
 
@@ -23,56 +32,27 @@ DEFAULT_CARD = "H100-80G"
 DEFAULT_SAMPLES = {"group": 4, "prompt": 256, "new": 786}
 LARGEST_LENGTH = 2**31
 
-_DESCRIPTION = """\
-Estimates the peak memory of GRPO or PPO on one card, by phase and category, from a model's sizes; says if it
-fits, and what would make it fit. Needs neither a card, nor weights, nor torch. No number is fitted.
 
---model is a name (Qwen2.5-7B), a config.json of Hugging Face's, its folder, a model file of ours, or a
-checkpoint.
-Without --method, all methods are shown.
-
-  full              all parameters, torch's AdamW      adam8            8-bit Adam
-  adam8+recompute   and gradient checkpointing         lora             adapters of rank 16 alone
-"""
-
-
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "estimate",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--model", metavar="M", help="a name, a config.json or its folder, a model file, or a checkpoint"
-    )
-    parser.add_argument("--method", choices=METHODS, help="what is trained, and how; without it, all")
-    parser.add_argument("--group", type=_count, metavar="N", help="answers to a prompt (4)")
-    parser.add_argument("--prompt", type=_count, metavar="N", help="tokens of the prompt (256)")
-    parser.add_argument("--new", type=_count, metavar="N", help="tokens of the longest answer (786)")
-    parser.add_argument(
-        "--card", default=DEFAULT_CARD, metavar="NAME", help=f"of the catalogue ({DEFAULT_CARD})"
-    )
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--model", metavar="M", help="a name, a config.json or its folder, a model file, or a checkpoint")
+    add("--method", choices=METHODS, help="what is trained, and how; without it, all")
+    add("--group", type=_count, metavar="N", help="answers to a prompt (4)")
+    add("--prompt", type=_count, metavar="N", help="tokens of the prompt (256)")
+    add("--new", type=_count, metavar="N", help="tokens of the longest answer (786)")
+    add("--card", default=DEFAULT_CARD, metavar="NAME", help=f"of the catalogue ({DEFAULT_CARD})")
+    add(
         "--engine",
         choices=ENGINES,
         help="whose code trains: TRL 0.14 as it was counted, or our own engine, whose methods are full "
-        "and lora (trl-0.14; yuan for layers that only our engine has)",
+        "and lora (trl-0.14; yuan for layers that only our engine has)"
     )
-    parser.add_argument(
-        "--algorithm", choices=("grpo", "ppo"), help="ppo has a critic: our own engine alone (grpo)"
-    )
-    parser.add_argument(
-        "--reward-model", metavar="M", help="a model that scores on the same cards: our own engine alone"
-    )
-    parser.add_argument(
-        "--largest", choices=("group", "new"), help="also find the largest of these that fits"
-    )
-    parser.add_argument(
-        "--plan", metavar="F", help="an RL plan: every role's bytes on its cards, as its roles hold them"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+    add("--algorithm", choices=("grpo", "ppo"), help="ppo has a critic: our own engine alone (grpo)")
+    add("--reward-model", metavar="M", help="a model that scores on the same cards: our own engine alone")
+    add("--largest", choices=("group", "new"), help="also find the largest of these that fits")
+    add("--plan", metavar="F", help="an RL plan: every role's bytes on its cards, as its roles hold them")
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

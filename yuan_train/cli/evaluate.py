@@ -1,4 +1,5 @@
-"""yuan-train evaluate --checkpoint DIR --data PREFIX: loss and perplexity; how a reward model judges."""
+"""Reads token files and prints the mean loss and the perplexity. With --pairs, prints how often a reward
+model scores the chosen answer higher. With --token-ids, writes the logits of those tokens instead."""
 
 from __future__ import annotations
 
@@ -15,25 +16,17 @@ if TYPE_CHECKING:
     from yuan_train.train.evaluate import TrainedModel
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "evaluate",
-        description="Reads token files and prints the mean loss and the perplexity. With --pairs, prints "
-        "how often a reward model scores the chosen answer higher. With --token-ids, writes the logits of "
-        "those tokens instead.",
-    )
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
-    )
-    parser.add_argument("--data", metavar="PREFIX", help="token files, without .bin or .idx")
-    parser.add_argument("--pairs", metavar="FILE", help=".jsonl of preference pairs, for a reward model")
-    parser.add_argument("--sequence-length", type=int, metavar="N", help="default: that of the training run")
-    parser.add_argument("--max-sequences", type=int, default=0, metavar="N", help="stop after N; 0: read all")
-    parser.add_argument("--token-ids", metavar="1,2,3", help="tokens to compute logits of")
-    parser.add_argument("--logits", metavar="FILE", help="file to write (safetensors: input_ids, logits)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them")
+    add("--data", metavar="PREFIX", help="token files, without .bin or .idx")
+    add("--pairs", metavar="FILE", help=".jsonl of preference pairs, for a reward model")
+    add("--sequence-length", type=int, metavar="N", help="default: that of the training run")
+    add("--max-sequences", type=int, default=0, metavar="N", help="stop after N; 0: read all")
+    add("--token-ids", metavar="1,2,3", help="tokens to compute logits of")
+    add("--logits", metavar="FILE", help="file to write (safetensors: input_ids, logits)")
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""yuan-train export-hf CKPT --out DIR: converts a checkpoint to its Hugging Face format."""
+"""Writes safetensors under the published names, config.json, and the tokenizer if there is one. transformers
+loads it; a Yuan model comes with code, for trust_remote_code. One tensor is in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,33 +14,21 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import HUB_NAME
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "export-hf",
-        description="Writes safetensors under the published names, config.json, and the tokenizer if there "
-        "is one. transformers loads it; a Yuan model comes with code, for trust_remote_code. One tensor is "
-        "in memory at a time.",
-    )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to create")
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    add("--out", required=True, metavar="DIR", help="directory to create")
+    add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="default: as imported, or the precision of the run",
+        help="default: as imported, or the precision of the run"
     )
-    parser.add_argument(
-        "--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of a file, default 5"
-    )
-    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer instead of the checkpoint's")
-    parser.add_argument(
-        "--adapter", action="store_true", help="the adapters (LoRA) alone, in PEFT's format, not merged"
-    )
-    parser.add_argument(
-        "--push", metavar="ORG/NAME", help="also put the folder on the Hugging Face Hub, as a private model"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+    add("--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of a file, default 5")
+    add("--tokenizer", metavar="DIR", help="tokenizer instead of the checkpoint's")
+    add("--adapter", action="store_true", help="the adapters (LoRA) alone, in PEFT's format, not merged")
+    add("--push", metavar="ORG/NAME", help="also put the folder on the Hugging Face Hub, as a private model")
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

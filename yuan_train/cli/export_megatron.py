@@ -1,4 +1,4 @@
-"""yuan-train export-megatron CKPT --out DIR: converts a checkpoint to the original Yuan 2.0 code's format."""
+"""Writes the weights as DIR/release/mp_rank_TT[_PPP]/model_optim_rng.pt."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import sys
 from yuan_train.config.errors import ConfigError
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "export-megatron",
-        description="Writes the weights as DIR/release/mp_rank_TT[_PPP]/model_optim_rng.pt.",
-    )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to create")
-    parser.add_argument("--tensor", type=int, default=1, metavar="N", help="tensor-parallel ranks, default 1")
-    parser.add_argument("--stages", metavar="2,5,5", help="layers of each pipeline stage; default: one stage")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in the checkpoint"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
+    add("--out", required=True, metavar="DIR", help="directory to create")
+    add("--tensor", type=int, default=1, metavar="N", help="tensor-parallel ranks, default 1")
+    add("--stages", metavar="2,5,5", help="layers of each pipeline stage; default: one stage")
+    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in the checkpoint")
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""yuan-train generate --checkpoint DIR --prompt TEXT: writes text with a trained model."""
+"""Continues a prompt with a checkpoint's model, using the key-value and filter caches."""
 
 from __future__ import annotations
 
@@ -15,41 +15,27 @@ if TYPE_CHECKING:
     from yuan_train.data.tokenizer import Tokenizer
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "generate",
-        description="Continues a prompt with a checkpoint's model, using the key-value and filter caches.",
-    )
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
-    )
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    parser.add_argument("--prompt-ids", metavar="1,2,3", help="token ids to continue, in place of --prompt")
-    parser.add_argument(
-        "--prompts", metavar="FILE", help="one prompt per line, continued together; prints JSON lines"
-    )
-    parser.add_argument(
-        "--special", action="store_true", help="recognise strings such as <sep> in prompts, and print them"
-    )
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them")
+    add("--prompt", metavar="TEXT", help="text to continue")
+    add("--prompt-ids", metavar="1,2,3", help="token ids to continue, in place of --prompt")
+    add("--prompts", metavar="FILE", help="one prompt per line, continued together; prints JSON lines")
+    add("--special", action="store_true", help="recognise strings such as <sep> in prompts, and print them")
+    add(
         "--chat",
         action="store_true",
         help="each prompt is a user's message to a chat model; a --prompts file that ends in .jsonl has "
-        '{"messages": [{"role": ..., "content": ...}, ...]} per line',
+        '{"messages": [{"role": ..., "content": ...}, ...]} per line'
     )
-    parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1")
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="sample from the K most likely; 0: from all"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely that sum to P"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+    add("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")
+    add("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy; default 1")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely; 0: from all")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely that sum to P")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

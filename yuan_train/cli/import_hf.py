@@ -1,4 +1,7 @@
-"""yuan-train import-hf MODEL --out CKPT: converts a model in Hugging Face format to a checkpoint."""
+"""Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of a Yuan 2.0 (dense
+or M32), Llama or Qwen model, and writes a checkpoint of step 0 for generate, evaluate and train. One tensor
+is in memory at a time. No code in the folder is run. Adapters in PEFT's format are put beside the weights of
+--base."""
 
 from __future__ import annotations
 
@@ -20,38 +23,29 @@ if TYPE_CHECKING:
     from yuan_train.checkpoint.hf import Imported
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "import-hf",
-        description="Reads config.json and the weights (safetensors, or PyTorch .bin; one file or shards) of "
-        "a Yuan 2.0 (dense or M32), Llama or Qwen model, and writes a checkpoint of step 0 for generate, "
-        "evaluate and train. One tensor is in memory at a time. No code in the folder is run. Adapters in "
-        "PEFT's format are put beside the weights of --base.",
-    )
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add(
         "folder",
         metavar="MODEL",
         help="folder with config.json and the weights; ORG/NAME, fetched from the Hugging Face Hub; or a "
-        "folder of adapters (adapter_config.json)",
+        "folder of adapters (adapter_config.json)"
     )
-    parser.add_argument(
-        "--base", metavar="CKPT", help="of adapters: the checkpoint of the model they belong to"
-    )
-    parser.add_argument("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
-    parser.add_argument(
+    add("--base", metavar="CKPT", help="of adapters: the checkpoint of the model they belong to")
+    add("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
+    add(
         "--rope-base",
         type=float,
         metavar="X",
-        help="base of the rotary frequencies, where config.json has none: Yuan 2.0-M32 of 16K has 40890",
+        help="base of the rotary frequencies, where config.json has none: Yuan 2.0-M32 of 16K has 40890"
     )
-    parser.add_argument(
+    add(
         "--rotary-form",
         choices=get_args(RotaryForm),
-        help="rounding of the rotary tables (docs/m32.md); default: exact",
+        help="rounding of the rotary tables (docs/m32.md); default: exact"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""yuan-train import-megatron DIR --out CKPT: converts a checkpoint of the original Yuan 2.0 code to ours."""
+"""Reads mp_rank_TT[_PPP]/model_optim_rng.pt of any tensor and pipeline parallelism, and writes a checkpoint
+of step 0 with weights only. export-megatron then writes it for any partition. No code in the files is run."""
 
 from __future__ import annotations
 
@@ -10,19 +11,13 @@ from dataclasses import asdict
 from yuan_train.config.model import load_model
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "import-megatron",
-        description="Reads mp_rank_TT[_PPP]/model_optim_rng.pt of any tensor and pipeline parallelism, and "
-        "writes a checkpoint of step 0 with weights only. export-megatron then writes it for any partition. "
-        "No code in the files is run.",
-    )
-    parser.add_argument("folder", metavar="DIR", help="folder with mp_rank_*, or with iterations")
-    parser.add_argument("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
-    parser.add_argument("--model", metavar="FILE", help="model file, if the files' arguments lack the sizes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("folder", metavar="DIR", help="folder with mp_rank_*, or with iterations")
+    add("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
+    add("--model", metavar="FILE", help="model file, if the files' arguments lack the sizes")
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

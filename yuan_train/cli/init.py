@@ -1,4 +1,6 @@
-"""`yuan-train init KIND`: a commented file to begin with: a run of some kind, or a cluster."""
+"""Writes a valid, commented file to begin with: a run of pre-training (pretrain), fine-tuning on chats (sft),
+preferences (dpo) or reinforcement learning (grpo), or a cluster. What must be changed is marked FILL IN. A
+file that is there is never overwritten."""
 
 from __future__ import annotations
 
@@ -15,17 +17,11 @@ KINDS = {
 """Files that can be written, and the kind of keys that they have."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "init",
-        description="Writes a valid, commented file to begin with: a run of pre-training (pretrain), "
-        "fine-tuning on chats (sft), preferences (dpo) or reinforcement learning (grpo), or a cluster. What "
-        "must be changed is marked FILL IN. A file that is there is never overwritten.",
-    )
-    parser.add_argument("kind", choices=tuple(KINDS), help="what to write")
-    parser.add_argument("--out", metavar="F", help="file to write; KIND.yaml if not given")
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("kind", choices=tuple(KINDS), help="what to write")
+    add("--out", metavar="F", help="file to write; KIND.yaml if not given")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,5 @@
-"""`yuan-train inspect PATH`: what a model, run, cluster, plan, profile, token file or checkpoint holds.
-
-It also checks it: an incomplete file or a violated constraint ends with exit code 2 and every reason.
-"""
+"""Shows what PATH holds: a model, run, cluster, plan or profile file; token files (their prefix, or the
+.idx); a checkpoint's directory, or a run's log directory. Exits with 2 and the reasons if incomplete."""
 
 from __future__ import annotations
 
@@ -29,17 +27,11 @@ from yuan_train.report.run_log import is_log_directory, read_run
 Facts = dict[str, Any]
 
 
-def register(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the command's parser."""
-    parser = subparsers.add_parser(
-        "inspect",
-        description="Shows what PATH holds: a model, run, cluster, plan or profile file; token files (their "
-        "prefix, or the .idx); a checkpoint's directory, or a run's log directory. Exits with 2 and the "
-        "reasons if incomplete.",
-    )
-    parser.add_argument("path", metavar="PATH", help="a file, a directory, or a prefix of token files")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("path", metavar="PATH", help="a file, a directory, or a prefix of token files")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:

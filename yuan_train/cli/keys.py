@@ -1,4 +1,9 @@
-"""`yuan-train keys`: every key of run, cluster and model files and of plans, with its meaning."""
+"""Prints the keys of a kind of file: run, cluster, model, rl, plan or rl_plan. A prefix prints those that
+begin with it, or have a part that does: `yuan-train keys run optimizer`, `yuan-train keys learning_rate`.
+
+--schema prints a JSON schema. Editors complete and explain the keys of a file whose first line names it:
+# yaml-language-server: $schema=run.schema.json
+"""
 
 from __future__ import annotations
 
@@ -12,32 +17,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from yuan_train.report.keys import Key
 
-_DESCRIPTION = """\
-Prints the keys of a kind of file: run, cluster, model, rl, plan or rl_plan. A prefix prints those that
-begin with it, or have a part that does: `yuan-train keys run optimizer`, `yuan-train keys learning_rate`.
 
---schema prints a JSON schema. Editors complete and explain the keys of a file whose first line names it:
-# yaml-language-server: $schema=run.schema.json
-"""
-
-
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "keys",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     parser.add_argument(
         "what",
         nargs="*",
         metavar="KIND PREFIX",
-        help="run, cluster, model, rl, plan or rl_plan, and the beginning of a key; without a kind, of all",
+        help="run, cluster, model, rl, plan or rl_plan, and the beginning of a key; without a kind, of all"
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     output.add_argument("--schema", action="store_true", help="print the JSON schema of a kind of file")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,6 @@
-"""yuan-train launch --config F --plan F: starts this machine's ranks, or prints torchrun commands.
-
-`launch_hosts.py` starts this on several machines.
-"""
+"""Starts one process for each rank that the plan has on this machine, and exits when they do. If all cards
+are simulated (have a slowdown), all ranks run here. With --hosts, --hostfile or --slurm it starts all nodes
+of the plan from this machine."""
 
 from __future__ import annotations
 
@@ -40,32 +39,21 @@ from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
 logger = logging.getLogger(__name__)
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "launch",
-        help="start this machine's ranks of a plan",
-        description="Starts one process for each rank that the plan has on this machine, and exits when they "
-        "do. If all cards are simulated (have a slowdown), all ranks run here. With --hosts, --hostfile or "
-        "--slurm it starts all nodes of the plan from this machine.",
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run file")
-    parser.add_argument("--plan", required=True, metavar="FILE", help="the plan")
-    parser.add_argument(
-        "--engine", choices=("yuan", "megatron"), help="who trains, whatever `engine` the run file names"
-    )
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="the run file")
+    add("--plan", required=True, metavar="FILE", help="the plan")
+    add("--engine", choices=("yuan", "megatron"), help="who trains, whatever `engine` the run file names")
     add_node_options(parser)
     add_host_options(parser)
-    parser.add_argument(
+    add(
         "--sbatch",
         metavar="OPTIONS",
-        help="with --slurm --print: options for each component, --sbatch=--time=1:00",
+        help="with --slurm --print: options for each component, --sbatch=--time=1:00"
     )
-    parser.add_argument("--meet-at", dest="rendezvous", action=_EarlierName, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
-    )
-    parser.set_defaults(run=run)
+    add("--meet-at", dest="rendezvous", action=_EarlierName, help=argparse.SUPPRESS)
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50")
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:

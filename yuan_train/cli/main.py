@@ -1,8 +1,8 @@
 """`yuan-train COMMAND ...`: finds the command, runs it, and turns errors into messages and exit codes.
 
-A command is a module `yuan_train/cli/<name, - as _>.py` with two functions: `register(subparsers)`, which
-adds its parser with `run` as a default, and `run(arguments) -> int`. Only the module of the requested command
-is imported, so that `yuan-train --help` and `yuan-train plan --help` are fast.
+A command is a module `yuan_train/cli/<name, - as _>.py`, whose docstring its help begins with, with two
+functions: `register(parser)`, which adds its arguments, and `run(arguments) -> int`. Only the module of the
+requested command is imported, so that `yuan-train --help` and `yuan-train plan --help` are fast.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ COMMANDS = {
     "up": "from names of machines to a run: discover, profile, plan and launch in one go",
     "doctor": "say what this machine, or several, are ready for, and what is missing",
 }
-NOT_IMPLEMENTED = frozenset[str]()
-"""Commands that are planned but not implemented; a name leaves this list when its module is added."""
 
 USER_ERROR = 2
 
@@ -135,8 +133,6 @@ def _dispatch(arguments: list[str]) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise YuanError(f"there is no command {name!r}; {hint}(has: {', '.join(COMMANDS)})")
-    if name in NOT_IMPLEMENTED:
-        raise YuanError(f"`yuan-train {name}` is not implemented yet; CHANGELOG.md lists what is")
     parser, own = command_parser(name)
     # Before what is missing is complained of: a slip in a needed option is both.
     options = {option for action in own._actions for option in action.option_strings}
@@ -153,10 +149,15 @@ def _dispatch(arguments: list[str]) -> int:
 
 def command_parser(name: str) -> tuple[Parser, argparse.ArgumentParser]:
     """The parser of a command line that begins with this command, and the command's own."""
-    parser = Parser(prog="yuan-train")
-    subparsers = parser.add_subparsers(parser_class=Parser, required=True)
-    importlib.import_module(f"yuan_train.cli.{name.replace('-', '_')}").register(subparsers)
-    return parser, subparsers.choices[name]
+    module = importlib.import_module(f"yuan_train.cli.{name.replace('-', '_')}")
+    parser, text = Parser(prog="yuan-train"), module.__doc__ or ""
+    own = parser.add_subparsers(parser_class=Parser, required=True).add_parser(name, description=text)
+    if "\n\n" in text:
+        # Paragraphs, which argparse would join.
+        own.formatter_class = argparse.RawDescriptionHelpFormatter
+    own.set_defaults(run=module.run)
+    module.register(own)
+    return parser, own
 
 
 def _refuse(unknown: list[str], parser: argparse.ArgumentParser) -> NoReturn:
@@ -170,10 +171,7 @@ def _refuse(unknown: list[str], parser: argparse.ArgumentParser) -> NoReturn:
 def _overview() -> Parser:
     """The parser of `yuan-train --help`: one line per command, without importing their modules."""
     width = max(map(len, COMMANDS))
-    lines = [
-        f"  {name:<{width}}  {text}{' (not implemented yet)' if name in NOT_IMPLEMENTED else ''}"
-        for name, text in COMMANDS.items()
-    ]
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
     parser = Parser(
         prog="yuan-train",
         usage="yuan-train COMMAND ...",

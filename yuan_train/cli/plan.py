@@ -1,4 +1,12 @@
-"""`yuan-train plan`: searches for the fastest plan that fits, prints it as a table, writes it."""
+"""Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest
+one that fits the memory of every card, prints it as a table and writes it. Needs neither a card nor torch.
+
+With a run of reinforcement learning (`algorithm:`), it splits the cards over policy, generation and reward
+model, and writes an RL plan.
+
+key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
+search.device_order=fixed, search.use_all_devices=true, "search.time_limit=10 s", train.global_batch_size=128
+"""
 
 from __future__ import annotations
 
@@ -25,71 +33,53 @@ if TYPE_CHECKING:
 DEFAULT_GLOBAL_BATCH_SIZE = 64
 """Sequences per step without a run file."""
 
-_DESCRIPTION = """\
-Cuts the model unevenly over the cards of a cluster: simulates the step of many plans, keeps the fastest one
-that fits the memory of every card, prints it as a table and writes it. Needs neither a card nor torch.
 
-With a run of reinforcement learning (`algorithm:`), it splits the cards over policy, generation and reward
-model, and writes an RL plan.
-
-key=value changes the run file, or the defaults without one: search.pipelines=[2], search.recompute=[none],
-search.device_order=fixed, search.use_all_devices=true, "search.time_limit=10 s", train.global_batch_size=128
-"""
-
-
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "plan",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--cluster", required=True, metavar="F", help="cluster file, or a name of configs/cluster"
-    )
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--cluster", required=True, metavar="F", help="cluster file, or a name of configs/cluster")
+    add(
         "--model",
         metavar="F",
         help="a model file, a name of configs/model, a config.json or its folder, or a "
-        "checkpoint; needed without --config",
+        "checkpoint; needed without --config"
     )
-    parser.add_argument("--config", metavar="F", help="run file: lengths, batch, precision, search keys")
-    parser.add_argument(
+    add("--config", metavar="F", help="run file: lengths, batch, precision, search keys")
+    add(
         "--profile",
         metavar="F[,F]",
-        help="measured times, from one or several files; without them times are estimated",
+        help="measured times, from one or several files; without them times are estimated"
     )
-    parser.add_argument("--out", metavar="F", help="file to write the plan to; without it, only print")
-    parser.add_argument(
+    add("--out", metavar="F", help="file to write the plan to; without it, only print")
+    add(
         "--report",
         type=_report,
         metavar="F.html",
-        help="also write a page with timeline and memory bars; F.svg: a picture",
+        help="also write a page with timeline and memory bars; F.svg: a picture"
     )
-    parser.add_argument(
+    add(
         "--emit",
         choices=("megatron", "yuan"),
-        help="print only the cut: Megatron-LM's --pipeline-model-parallel-layout, or Yuan 2.0's -blocks",
+        help="print only the cut: Megatron-LM's --pipeline-model-parallel-layout, or Yuan 2.0's -blocks"
     )
-    parser.add_argument(
+    add(
         "--largest",
         action="store_true",
-        help="as many layers as fit the cluster, instead of the model's number",
+        help="as many layers as fit the cluster, instead of the model's number"
     )
-    parser.add_argument(
+    add(
         "--explain",
         action="store_true",
         help="plan again with one card more or less, more memory, faster links, a larger batch, and say what "
-        "would gain; with prices, also which nodes are worth their rent",
+        "would gain; with prices, also which nodes are worth their rent"
     )
-    parser.add_argument(
+    add(
         "--verbose",
         action="store_true",
-        help="also print bounds, runners-up, the cut in other tools' notations, and sources of times",
+        help="also print bounds, runners-up, the cut in other tools' notations, and sources of times"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
-    parser.set_defaults(run=run)
+    add("--json", action="store_true", help="print one JSON object on stdout")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run file")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,5 @@
-"""yuan-train preprocess --input F... --tokenizer DIR --out PREFIX: text to Megatron `.bin/.idx`."""
+"""Encodes documents, ends each with <eod>, and writes PREFIX.bin and PREFIX.idx. A .jsonl or .parquet file
+holds one document per line or row; any other file is one document. The bytes do not depend on --workers."""
 
 import argparse
 import json
@@ -15,42 +16,28 @@ REPORT_SECONDS = 2.0
 NAMED_FILES = 5  # skipped files named one by one; the rest are only counted
 
 
-def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "preprocess",
-        description="Encodes documents, ends each with <eod>, and writes PREFIX.bin and PREFIX.idx. A .jsonl "
-        "or .parquet file holds one document per line or row; any other file is one document. The bytes do "
-        "not depend on --workers.",
-    )
-    parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="text, .jsonl or .parquet files, in order"
-    )
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.model or .json, or the file"
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="PREFIX", help="path of the token files without .bin or .idx"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that encode (default 1)"
-    )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text")
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="text, .jsonl or .parquet files, in order")
+    add("--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.model or .json, or the file")
+    add("--out", required=True, metavar="PREFIX", help="path of the token files without .bin or .idx")
+    add("--workers", type=int, default=1, metavar="N", help="processes that encode (default 1)")
+    add("--text-key", default="text", metavar="KEY", help="key or column of the text")
+    add(
         "--convention",
         choices=["plain", "yuan"],
         default="plain",
         help="yuan: one sample per line of any other file, <n> for a newline, [SEP] between question and "
-        "answer; special strings such as <sep> are recognised",
+        "answer; special strings such as <sep> are recognised"
     )
-    parser.add_argument(
+    add(
         "--messages-key",
         metavar="KEY",
         help="each line is a chat: a list of messages under this key, rendered by the tokenizer's chat "
-        "template; also writes which tokens are answers, for data.loss_on_answers",
+        "template; also writes which tokens are answers, for data.loss_on_answers"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,9 @@
-"""`yuan-train profile`: measures this machine's card, or merges profiles; writes profile.json."""
+"""Measures forward and backward of embedding, layer and head on this machine's card, and what they hold in
+memory; with a run of reinforcement learning its generation too. `yuan-train plan --profile` then needs no
+estimates for it. Under torchrun, one process per card, all cards are measured at the same time, and so are
+tensor-parallel groups, the links between some pairs of each kind, by message size, and what all cards of a
+node get of its network at once. For a --cluster of simulated cards this command starts the processes itself,
+with --hosts, --hostfile or --slurm those of all machines."""
 
 from __future__ import annotations
 
@@ -62,50 +67,34 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Tensor-parallel sizes that are measured without `search.tensor`, up to the number of cards of a node."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "profile",
-        description="Measures forward and backward of embedding, layer and head on this machine's card, and "
-        "what they hold in memory; with a run of reinforcement learning its generation too. `yuan-train plan "
-        "--profile` then needs no estimates for it. Under torchrun, one process per card, all cards are "
-        "measured at the same time, and so are tensor-parallel groups, the links between some pairs of each "
-        "kind, by message size, and what all cards of a node get of its network at once. For a --cluster of "
-        "simulated cards this command starts the processes itself, with --hosts, --hostfile or --slurm those "
-        "of all machines.",
-    )
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add(
         "--model",
         metavar="FILE",
         help="a model file, a name of configs/model, a config.json or its folder, or a "
-        "checkpoint; needed without --config",
+        "checkpoint; needed without --config"
     )
-    parser.add_argument("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
-    parser.add_argument(
-        "--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision"
-    )
-    parser.add_argument("--cluster", metavar="FILE", help="its cards by rank; simulated ones are slowed down")
-    parser.add_argument("--device-type", metavar="NAME", help="the card's type in the cluster file")
-    parser.add_argument(
-        "--merge", nargs="+", metavar="FILE", help="measure nothing; merge these profiles into one"
-    )
-    parser.add_argument(
-        "--of-run", metavar="LOG", help="measure nothing; take what a run in this log directory has measured"
-    )
-    parser.add_argument(
+    add("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
+    add("--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision")
+    add("--cluster", metavar="FILE", help="its cards by rank; simulated ones are slowed down")
+    add("--device-type", metavar="NAME", help="the card's type in the cluster file")
+    add("--merge", nargs="+", metavar="FILE", help="measure nothing; merge these profiles into one")
+    add("--of-run", metavar="LOG", help="measure nothing; take what a run in this log directory has measured")
+    add(
         "--seconds", type=float, default=1.5, metavar="S", help="how long each unit is repeated (default 1.5)"
     )
-    parser.add_argument(
+    add(
         "--all-links",
         action="store_true",
-        help="measure the link of every pair of cards, and not only of two pairs of each kind",
+        help="measure the link of every pair of cards, and not only of two pairs of each kind"
     )
-    parser.add_argument("--json", action="store_true", help="print the profile on stdout too")
-    parser.add_argument("--this-node", metavar="NAME", help="start a process for each of this node's cards")
-    parser.add_argument("--rendezvous", metavar="HOST[:PORT]", help="where the processes of all nodes meet")
+    add("--json", action="store_true", help="print the profile on stdout too")
+    add("--this-node", metavar="NAME", help="start a process for each of this node's cards")
+    add("--rendezvous", metavar="HOST[:PORT]", help="where the processes of all nodes meet")
     add_host_options(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run")
-    parser.set_defaults(run=run)
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,13 +1,17 @@
-"""yuan-train rl --config F [--plan F]: reinforcement learning, as a single process or as one rank."""
+"""Trains a model by reinforcement learning: draws answers to prompts, scores them, and makes those more
+probable that scored better. Without a plan, one process does everything. With one, start all ranks with
+torchrun. SIGTERM saves a checkpoint and exits with 0."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from yuan_train.cli.launch import check_driver_of_rank
-from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
+from yuan_train.cli.train import run_rank
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
@@ -15,61 +19,43 @@ from yuan_train.config.rl import RLConfig, load_rl
 from yuan_train.config.rl_plan import RlForecast, RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.parallel.environment import set_rank_defaults
 
+if TYPE_CHECKING:
+    from yuan_train.cli.train import PrepareRank
+    from yuan_train.train.job import Position
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "rl",
-        help="train a model by reinforcement learning",
-        description="Trains a model by reinforcement learning: draws answers to prompts, scores them, and "
-        "makes those more probable that scored better. Without a plan, one process does everything. With "
-        "one, start all ranks with torchrun. SIGTERM saves a checkpoint and exits with 0.",
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run file, with `algorithm`")
-    parser.add_argument(
-        "--plan", metavar="FILE", help="the policy's plan, under which it also generates; or an RL plan"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
-    )
-    parser.set_defaults(run=run)
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="the run file, with `algorithm`")
+    add("--plan", metavar="FILE", help="the policy's plan, under which it also generates; or an RL plan")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the files, then train. What one rank finds wrong ends all, and is printed once per machine."""
+    """Check the files, then train."""
     set_rank_defaults()
-    config, plan, roles, forecast = None, None, None, None
-    fault: Exception | KeyboardInterrupt | None = None
-    try:
-        config = load_rl(arguments.config, tuple(arguments.overrides))
-        if arguments.plan:
-            plan, config, roles, forecast = _load_plan(arguments.plan, config)
-            if config.train.device != "cpu":
-                check_driver_of_rank(roles or plan)
-    except Exception as error:
-        say_without_torch(error)
-        config, fault = None, error
-    if config is not None and roles is not None:
-        return _run_role(config, roles)
-    with ending_in_time(fault):
+    return run_rank(lambda: _read(arguments))
+
+
+def _read(arguments: argparse.Namespace) -> PrepareRank:
+    """Check the files; returns what prepares the run, or a role of it, of them."""
+    config = load_rl(arguments.config, tuple(arguments.overrides))
+    plan, roles, forecast = None, None, None
+    if arguments.plan:
+        plan, config, roles, forecast = _load_plan(arguments.plan, config)
+        if config.train.device != "cpu":
+            check_driver_of_rank(roles or plan)
+    if roles is not None:
+        return partial(_prepare_role, config, roles)
+
+    def prepare_rank(position: Position) -> Callable[[], object]:
         from yuan_train.rl.job import prepare_rl
         from yuan_train.rl.loop import train_rl
-        from yuan_train.train.ending import fail_together, telling_interrupts
-        from yuan_train.train.job import find_position
 
-        position = find_position()
-        set_log_levels(position.rank)
-        if config is not None:
-            try:
-                job = prepare_rl(config, plan, position, forecast=forecast)
-            except (Exception, KeyboardInterrupt) as error:
-                fault = error
-            else:
-                with telling_interrupts(position):
-                    train_rl(job)
-                return 0
-        assert fault is not None
-        fail_together(fault, position)
+        return partial(train_rl, prepare_rl(config, plan, position, forecast=forecast))
+
+    return prepare_rank
 
 
 def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | None, RlForecast | None]:
@@ -89,16 +75,14 @@ def _load_plan(path: str, config: RLConfig) -> tuple[Plan, RLConfig, RlPlan | No
     return roles.roles.policy.plan, config, roles if len(roles.plans) > 1 else None, roles.forecast
 
 
-def _run_role(config: RLConfig, roles: RlPlan) -> int:
-    """One rank of a job whose roles are apart."""
+def _prepare_role(config: RLConfig, roles: RlPlan, position: Position) -> Callable[[], object]:
+    """What one rank does of a job whose roles are apart."""
     from yuan_train.rl.apart import prepare_engine, serve
     from yuan_train.rl.job import check_supported, prepare_rl
     from yuan_train.rl.loop import train_rl
     from yuan_train.rl.scoring import prepare_scoring, serve_scores
-    from yuan_train.train.ending import fail_together, telling_interrupts
-    from yuan_train.train.job import find_position, types_here
+    from yuan_train.train.job import types_here
 
-    position = find_position()
     if position.world_size != roles.world_size:
         raise PlanError(
             f"the plan has {roles.world_size} ranks, but {position.world_size} were started; start one per "
@@ -107,18 +91,10 @@ def _run_role(config: RLConfig, roles: RlPlan) -> int:
     position = replace(position, types=types_here(roles.ranks, position))
     role, ranks = next((name, own) for name, own in roles.role_ranks.items() if position.rank in own)
     own = replace(position, rank=position.rank - ranks.start, world_size=len(ranks))
-    set_log_levels(position.rank)
-    try:
-        if role == "generation":
-            start = partial(serve, prepare_engine(config, roles, own))
-        elif role in ("reference", "reward"):
-            check_supported(config, None, roles)
-            start = partial(serve_scores, prepare_scoring(config, roles, role, own))
-        else:
-            policy = roles.roles.policy.plan
-            start = partial(train_rl, prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))
-    except (Exception, KeyboardInterrupt) as error:
-        fail_together(error, position)
-    with telling_interrupts(position):
-        start()
-    return 0
+    if role == "generation":
+        return partial(serve, prepare_engine(config, roles, own))
+    if role in ("reference", "reward"):
+        check_supported(config, None, roles)
+        return partial(serve_scores, prepare_scoring(config, roles, role, own))
+    policy = roles.roles.policy.plan
+    return partial(train_rl, prepare_rl(config, policy, own, roles=roles, forecast=roles.forecast))

@@ -1,4 +1,6 @@
-"""yuan-train serve --checkpoint C [--plan P]: an API over HTTP in OpenAI's form, under any plan."""
+"""Serves a checkpoint's model: /v1/models, /v1/completions, /v1/chat/completions, /health, and a page at / to
+try it. With a plan of several ranks it starts those of this machine, as `launch` does; rank 0 answers. Ctrl-C
+or SIGTERM ends it."""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from yuan_train.cli.launch import add_node_options, check_driver_of_rank, faults_of, start_or_print
-from yuan_train.cli.train import ending_in_time, say_without_torch, set_log_levels
+from yuan_train.cli.train import run_rank
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
@@ -23,6 +25,7 @@ from yuan_train.parallel.environment import is_rank_of_several, set_rank_default
 from yuan_train.supervise.node_faults import telling_other_nodes
 
 if TYPE_CHECKING:
+    from yuan_train.cli.train import PrepareRank
     from yuan_train.serve.ranks import ServeJob
     from yuan_train.train.job import Position
 
@@ -45,44 +48,32 @@ OF_THE_SERVER = (
 """Options that each rank is given."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "serve",
-        description="Serves a checkpoint's model: /v1/models, /v1/completions, /v1/chat/completions, "
-        "/health, and a page at / to try it. With a plan of several ranks it starts those of this machine, "
-        "as `launch` does; rank 0 answers. Ctrl-C or SIGTERM ends it.",
-    )
-    parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them"
-    )
-    parser.add_argument("--plan", metavar="FILE", help="of the same model (default: one process, one card)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: a free one, which is said; default 8000")
-    parser.add_argument("--slots", type=int, default=16, metavar="N", help="answers at a time; default 16")
-    parser.add_argument(
-        "--queue", type=int, default=256, metavar="N", help="answers that may wait; default 256"
-    )
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="DIR", help="a checkpoint, or a folder of them")
+    add("--plan", metavar="FILE", help="of the same model (default: one process, one card)")
+    add("--host", default="127.0.0.1", help="address to listen at; default 127.0.0.1")
+    add("--port", type=int, default=8000, help="0: a free one, which is said; default 8000")
+    add("--slots", type=int, default=16, metavar="N", help="answers at a time; default 16")
+    add("--queue", type=int, default=256, metavar="N", help="answers that may wait; default 256")
+    add(
         "--max-length",
         type=int,
         metavar="N",
-        help=f"tokens of a prompt and its answer; default the model's, at most {DEFAULT_LENGTH}",
+        help=f"tokens of a prompt and its answer; default the model's, at most {DEFAULT_LENGTH}"
     )
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="of a request; default 600 s"
-    )
-    parser.add_argument("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
+    add("--timeout", type=float, default=600.0, metavar="S", help="of a request; default 600 s")
+    add("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add(
         "--allow-weights",
         action="store_true",
         help="let requests put other weights in place, as a trainer does; without it no request changes "
-        "anything",
+        "anything"
     )
     add_node_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,28 +84,19 @@ def run(arguments: argparse.Namespace) -> int:
             plan = _check(arguments)
             if plan is not None and (arguments.print or plan.world_size > 1):
                 return start_or_print(arguments, plan, _command_of_rank(arguments), device=arguments.device)
-    plan, fault = None, None
-    try:
-        plan = _check(arguments)
-    except Exception as error:
-        say_without_torch(error)
-        fault = error
-    with ending_in_time(fault):
-        from yuan_train.train.ending import fail_together
-        from yuan_train.train.job import find_position
+    return run_rank(lambda: _read(arguments))
 
-        position = find_position()
-        set_log_levels(position.rank)
-        if fault is None:
-            try:
-                job = _prepare(arguments, plan, position)
-                listening = _listen(arguments.host, arguments.port) if position.rank == 0 else None
-            except Exception as error:
-                fault = error
-            else:
-                _serve(job, listening, takes_weights=arguments.allow_weights)
-                return 0
-        fail_together(fault, position)
+
+def _read(arguments: argparse.Namespace) -> PrepareRank:
+    """Check what is installed, the options and the plan; returns what prepares a rank of them."""
+    plan = _check(arguments)
+
+    def prepare_rank(position: Position) -> Callable[[], object]:
+        job = _prepare(arguments, plan, position)
+        listening = _listen(arguments.host, arguments.port) if position.rank == 0 else None
+        return lambda: _serve(job, listening, takes_weights=arguments.allow_weights)
+
+    return prepare_rank
 
 
 def _check(arguments: argparse.Namespace) -> Plan | None:

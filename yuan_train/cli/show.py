@@ -1,4 +1,5 @@
-"""`yuan-train show RUN`: what a run has reached, and the forecast beside what was measured."""
+"""Summarises the log directory of a run of any kind, also while it goes on: loss or reward, speed, and of
+every card its layers, seconds and memory as forecast and as measured."""
 
 from __future__ import annotations
 
@@ -10,16 +11,10 @@ if TYPE_CHECKING:
     from yuan_train.report.run_log import RunReader
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "show",
-        description="Summarises the log directory of a run of any kind, also while it goes on: loss or "
-        "reward, speed, and of every card its layers, seconds and memory as forecast and as measured.",
-    )
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
     add_run_options(parser)
     parser.add_argument("--out", metavar="F.html", help="also write a page with curves, stages and the plan")
-    parser.set_defaults(run=run)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,8 @@
-"""`yuan-train simulate`: runs a plan's schedule in virtual time; writes a Chrome or Perfetto trace."""
+"""Runs a plan's schedule in virtual time: the same schedule that training runs on cards. Without --cluster,
+stage times are those of the plan's own forecast and messages are free, because a plan holds no links; with
+it, times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
+Of an RL plan it plays the flow of the roles; --cluster then needs the run, by --config.
+"""
 
 from __future__ import annotations
 
@@ -20,63 +24,41 @@ if TYPE_CHECKING:
     from yuan_train.planner.evaluate.simulator import Simulation, StageTimes
     from yuan_train.planner.roles.play import Play
 
-_DESCRIPTION = """\
-Runs a plan's schedule in virtual time: the same schedule that training runs on cards. Without --cluster,
-stage times are those of the plan's own forecast and messages are free, because a plan holds no links; with
-it, times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
-Of an RL plan it plays the flow of the roles; --cluster then needs the run, by --config.
-"""
 
-
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "simulate",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--plan", metavar="F", help="plan file; or give a hand-made cut, by --layout or --blocks"
-    )
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--plan", metavar="F", help="plan file; or give a hand-made cut, by --layout or --blocks")
+    add(
         "--layout", metavar="L", help="cut in Megatron-LM's notation, such as 'Ettt|tt|ttL'; one card a stage"
     )
-    parser.add_argument(
-        "--blocks", metavar="N,N", help="cut in Yuan 2.0's notation: layers of each stage; one card a stage"
-    )
-    parser.add_argument("--model", metavar="F", help="model file, with a hand-made cut")
-    parser.add_argument("--config", metavar="F", help="run file, with a hand-made cut")
-    parser.add_argument("--trace", metavar="F.json", help="write a trace for ui.perfetto.dev")
-    parser.add_argument(
-        "--cluster", metavar="F", help="cluster file: links, and times of a plan without forecast"
-    )
-    parser.add_argument("--profile", metavar="F", help="measured times, with --cluster")
-    parser.add_argument(
-        "--precision", choices=("bf16", "fp16", "fp32", "fp64"), help="with --cluster; bf16 if not given"
-    )
-    parser.add_argument(
+    add("--blocks", metavar="N,N", help="cut in Yuan 2.0's notation: layers of each stage; one card a stage")
+    add("--model", metavar="F", help="model file, with a hand-made cut")
+    add("--config", metavar="F", help="run file, with a hand-made cut")
+    add("--trace", metavar="F.json", help="write a trace for ui.perfetto.dev")
+    add("--cluster", metavar="F", help="cluster file: links, and times of a plan without forecast")
+    add("--profile", metavar="F", help="measured times, with --cluster")
+    add("--precision", choices=("bf16", "fp16", "fp32", "fp64"), help="with --cluster; bf16 if not given")
+    add(
         "--reduce-dtype",
         choices=("fp32", "bf16"),
-        help="of gradients on their way between owners, with --cluster; fp32 if not given",
+        help="of gradients on their way between owners, with --cluster; fp32 if not given"
     )
-    parser.add_argument(
+    add(
         "--bucket-size",
         type=int,
         metavar="N",
-        help="the most parameters reduced in one operation, with --cluster; 40000000 if not given",
+        help="the most parameters reduced in one operation, with --cluster; 40000000 if not given"
     )
-    parser.add_argument(
+    add(
         "--sends",
         choices=("overlapped", "blocking"),
         help="who waits for a message between stages: nobody, or its sender; if not given, "
-        "as the cluster's library has it",
+        "as the cluster's library has it"
     )
-    parser.add_argument(
-        "--blocking", action="store_const", const="blocking", dest="sends", help="--sends blocking"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run file")
-    parser.set_defaults(run=run)
+    add("--blocking", action="store_const", const="blocking", dest="sends", help="--sends blocking")
+    add("--json", action="store_true", help="print one JSON object on stdout")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -87,7 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan and names_rl_plan(arguments.plan):
         return simulate_roles(arguments)
     plan = _read_plan(arguments)
-    _check_schedule(plan)
     if arguments.profile and not arguments.cluster:
         raise ConfigError("--profile: needs --cluster F too, for the cards' types and links")
     for option in ("reduce_dtype", "bucket_size"):
@@ -182,16 +163,6 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     if violations:
         raise PlanError("\n".join(violations))
     return plan
-
-
-def _check_schedule(plan: Plan) -> None:
-    from yuan_train.config.errors import PlanError
-    from yuan_train.schedule.schedules import SCHEDULES
-
-    if plan.schedule not in SCHEDULES:
-        raise PlanError(
-            f"schedule: {plan.schedule} cannot be simulated yet; use one of {', '.join(SCHEDULES)}"
-        )
 
 
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
@@ -342,8 +313,8 @@ def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object
 
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
-    from yuan_train.config.errors import ConfigError
-    from yuan_train.schedule.trace import TraceTrack, trace_events, track_threads, whole_arrows, write_trace
+    from yuan_train.config.load import write_text
+    from yuan_train.schedule.trace import TraceTrack, trace_events, trace_text, track_threads, whole_arrows
 
     tracks: list[TraceTrack] = []
     for p, simulation in enumerate(simulations):
@@ -365,10 +336,7 @@ def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
                         label=" ".join(word for word in words if word),
                     )
                 )
-    try:
-        write_trace(path, whole_arrows(trace_events(track_threads(tracks))))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from None
+    write_text(path, trace_text(whole_arrows(trace_events(track_threads(tracks)))))
 
 
 def simulate_roles(arguments: argparse.Namespace) -> int:
@@ -455,8 +423,8 @@ def _print_roles(plan: RlPlan, played: Play) -> None:
 
 
 def _write_roles_trace(path: str, played: Play) -> None:
-    from yuan_train.config.errors import ConfigError
-    from yuan_train.schedule.trace import Span, TraceThread, trace_events, write_trace
+    from yuan_train.config.load import write_text
+    from yuan_train.schedule.trace import Span, TraceThread, trace_events, trace_text
 
     threads = [
         TraceThread(
@@ -477,7 +445,4 @@ def _write_roles_trace(path: str, played: Play) -> None:
         )
         for i, actor in enumerate(played.busy_seconds)
     ]
-    try:
-        write_trace(path, trace_events(threads))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from None
+    write_text(path, trace_text(trace_events(threads)))

@@ -1,4 +1,6 @@
-"""yuan-train supervise --cluster F --config F: a run that goes on when cards go, and when they come back."""
+"""Starts an agent on each node of the cluster. The agents plan for the nodes that answer, start the ranks,
+and when nodes go or come plan anew and go on from the newest checkpoint. What was decided, and why, is in
+supervise.jsonl of the log directory. SIGTERM and Ctrl-C save and end."""
 
 from __future__ import annotations
 
@@ -34,28 +36,17 @@ LEAVE_SECONDS = 5.0
 """How long the agent that holds the store waits for the others to read how the run has ended."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "supervise",
-        help="plan, launch, and go on with the cards that are left",
-        description="Starts an agent on each node of the cluster. The agents plan for the nodes that answer, "
-        "start the ranks, and when nodes go or come plan anew and go on from the newest checkpoint. What was "
-        "decided, and why, is in supervise.jsonl of the log directory. SIGTERM and Ctrl-C save and end.",
-    )
-    parser.add_argument("--cluster", required=True, metavar="F", help="the cluster file, or its name")
-    parser.add_argument("--config", required=True, metavar="F", help="the run file")
-    parser.add_argument("--profile", metavar="F[,F]", help="measured times, as `plan` takes them")
-    parser.add_argument("--nodes", metavar="A,B,C", help="the nodes to start (default: all of the cluster)")
-    parser.add_argument("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
-    parser.add_argument("--this-node", metavar="NAME", help="be the agent of one node, and start no others")
-    parser.add_argument(
-        "--meet", metavar="HOST:PORT", help="where agents meet (default: a port of this machine)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
-    )
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--cluster", required=True, metavar="F", help="the cluster file, or its name")
+    add("--config", required=True, metavar="F", help="the run file")
+    add("--profile", metavar="F[,F]", help="measured times, as `plan` takes them")
+    add("--nodes", metavar="A,B,C", help="the nodes to start (default: all of the cluster)")
+    add("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
+    add("--this-node", metavar="NAME", help="be the agent of one node, and start no others")
+    add("--meet", metavar="HOST:PORT", help="where agents meet (default: a port of this machine)")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50")
 
 
 def run(arguments: argparse.Namespace) -> int:

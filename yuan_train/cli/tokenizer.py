@@ -1,4 +1,4 @@
-"""yuan-train tokenizer --input F... --vocab-size N --out DIR: trains a sentencepiece model."""
+"""Trains a byte-pair tokenizer with byte fallback and writes DIR/tokenizer.model."""
 
 import argparse
 import json
@@ -6,22 +6,16 @@ import sys
 from dataclasses import asdict
 
 
-def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "tokenizer",
-        description="Trains a byte-pair tokenizer with byte fallback and writes DIR/tokenizer.model.",
-    )
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
     text = "text files; a .jsonl file holds one document per line"
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help=text)
-    parser.add_argument(
-        "--vocab-size", type=int, required=True, metavar="N", help="pieces, special ones included"
-    )
-    parser.add_argument("--or-fewer", action="store_true", help="or as many as the text gives, if fewer")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run)
+    add("--input", nargs="+", required=True, metavar="FILE", help=text)
+    add("--vocab-size", type=int, required=True, metavar="N", help="pieces, special ones included")
+    add("--or-fewer", action="store_true", help="or as many as the text gives, if fewer")
+    add("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
+    add("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
+    add("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:

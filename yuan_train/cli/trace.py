@@ -1,4 +1,7 @@
-"""`yuan-train trace`: merges the trace files of a run's ranks, and puts the plan's forecast beside them."""
+"""Merges the trace files that the ranks of a run have written into one for ui.perfetto.dev: what each rank
+measured, and the forecast of their plan for the same training steps, on one time axis. Have a run write them
+with train.trace='{first_step: 10, steps: 2}'; docs/tracing.md says how to read the result.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +18,21 @@ if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
     from yuan_train.schedule.trace import Event, Span, TimedStep, TraceThread
 
-_DESCRIPTION = """\
-Merges the trace files that the ranks of a run have written into one for ui.perfetto.dev: what each rank
-measured, and the forecast of their plan for the same training steps, on one time axis. Have a run write them
-with train.trace='{first_step: 10, steps: 2}'; docs/tracing.md says how to read the result.
-"""
 
-
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "trace",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("directory", metavar="RUN", help="log directory of the run (log.directory)")
-    parser.add_argument("--out", metavar="F.json", required=True, help="trace file to write")
-    parser.add_argument("--draw", metavar="F.svg", help="also draw one training step as a picture")
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="the step to draw; the last traced one if not given"
-    )
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("directory", metavar="RUN", help="log directory of the run (log.directory)")
+    add("--out", metavar="F.json", required=True, help="trace file to write")
+    add("--draw", metavar="F.svg", help="also draw one training step as a picture")
+    add("--step", type=int, metavar="N", help="the step to draw; the last traced one if not given")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge, print a line per rank, write. Raises ConfigError or PlanError."""
     from yuan_train.config.errors import ConfigError
-    from yuan_train.schedule.trace import trace_events, whole_arrows, write_trace
+    from yuan_train.config.load import write_text
+    from yuan_train.schedule.trace import trace_events, trace_text, whole_arrows
 
     if arguments.step is not None and not arguments.draw:
         raise ConfigError("--step is the step to draw: name the picture too, --draw F.svg")
@@ -51,10 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("the plan has no forecast of its stages: the trace has none either", file=sys.stderr)
     else:
         events += trace_events(forecast_threads(plan, [trace.steps for trace in traces]))
-    try:
-        write_trace(arguments.out, whole_arrows(events))
-    except OSError as error:
-        raise ConfigError(f"{arguments.out}: cannot be written: {error}") from None
+    write_text(arguments.out, trace_text(whole_arrows(events)))
     if arguments.draw:
         _draw(arguments.draw, events, traces[0].steps, arguments.step)
     for line in _summary(plan, traces):

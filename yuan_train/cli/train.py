@@ -1,4 +1,5 @@
-"""yuan-train train --config F [--plan F]: trains, as a single process or as one rank under a launcher."""
+"""Trains a model. Without a plan, one process trains the whole model. With one, start all ranks with
+`yuan-train launch` or torchrun. SIGTERM saves a checkpoint and exits with 0."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,64 +24,81 @@ from yuan_train.parallel.environment import is_job_here, is_rank_of_several, set
 
 if TYPE_CHECKING:
     from yuan_train.train.engine import BuildEngine
+    from yuan_train.train.job import Position
+
+    PrepareRank = Callable[[Position], Callable[[], object]]
+    """Prepares what a rank does at its place, and returns what does it."""
 
 TELL_SECONDS = 4.0
 """How long a process for which there is no card may take to import torch and to tell that to the others."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train a model",
-        description="Trains a model. Without a plan, one process trains the whole model. With one, start all "
-        "ranks with `yuan-train launch` or torchrun. SIGTERM saves a checkpoint and exits with 0.",
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run file")
-    parser.add_argument("--plan", metavar="FILE", help="the plan, from `yuan-train plan` or written by hand")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50"
-    )
-    parser.set_defaults(run=run)
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="the run file")
+    add("--plan", metavar="FILE", help="the plan, from `yuan-train plan` or written by hand")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the files, then train. What one rank finds wrong ends all, and is printed once per machine."""
+    """Check the files, then train."""
     set_rank_defaults()
-    config, plan = None, None
-    fault: Exception | KeyboardInterrupt | None = None
-    try:
-        config = load_run(arguments.config, tuple(arguments.overrides))
-        plan = load_plan(arguments.plan) if arguments.plan else None
-        if config.engine == "megatron":
-            _check_installed()
-        if plan is not None and config.train.device != "cpu":
-            check_driver_of_rank(plan)
-        _check_there(config.data)
-    except Exception as error:
-        say_without_torch(error)
-        config, fault = None, error
-    with ending_in_time(fault):
-        from yuan_train.train.ending import fail_together, telling_interrupts
-        from yuan_train.train.job import find_position, prepare
+    return run_rank(lambda: _read(arguments))
+
+
+def _read(arguments: argparse.Namespace) -> PrepareRank:
+    """Check the files; returns what prepares the run of them."""
+    config = load_run(arguments.config, tuple(arguments.overrides))
+    plan = load_plan(arguments.plan) if arguments.plan else None
+    if config.engine == "megatron":
+        _check_installed()
+    if plan is not None and config.train.device != "cpu":
+        check_driver_of_rank(plan)
+    _check_there(config.data)
+
+    def prepare_rank(position: Position) -> Callable[[], object]:
+        from yuan_train.train.job import prepare
         from yuan_train.train.run import train
 
+        job = prepare(config, plan, position)
+        return lambda: train(job, _engine(config.engine))
+
+    return prepare_rank
+
+
+def run_rank(read: Callable[[], PrepareRank]) -> int:
+    """Read a rank's files, prepare what it does, and do it; `read` does without torch. Returns 0.
+
+    What one rank finds wrong ends all, and is printed once per machine.
+    """
+    prepare_rank: PrepareRank | None = None
+    fault: Exception | KeyboardInterrupt | None = None
+    try:
+        prepare_rank = read()
+    except Exception as error:
+        _say_without_torch(error)
+        fault = error
+    with _ending_in_time(fault):
+        from yuan_train.train.ending import fail_together, telling_interrupts
+        from yuan_train.train.job import find_position
+
         position = find_position()
-        set_log_levels(position.rank)
-        if config is not None:
+        _set_log_levels(position.rank)
+        if prepare_rank is not None:
             try:
-                job = prepare(config, plan, position)
+                start = prepare_rank(position)
             except (Exception, KeyboardInterrupt) as error:
                 fault = error
             else:
                 with telling_interrupts(position):
-                    train(job, _engine(config.engine))
+                    start()
                 return 0
         assert fault is not None
         fail_together(fault, position)
 
 
-def say_without_torch(error: Exception) -> None:
+def _say_without_torch(error: Exception) -> None:
     """Say what this rank has found wrong, once on each machine, before seconds go by in which torch is
     imported to tell it to the others. Raises the error where nobody has to be told: alone, and of a machine
     without the plan's cards if all ranks are here, each of which finds it by itself."""
@@ -92,7 +110,7 @@ def say_without_torch(error: Exception) -> None:
 
 
 @contextmanager
-def ending_in_time(fault: BaseException | None) -> Iterator[None]:
+def _ending_in_time(fault: BaseException | None) -> Iterator[None]:
     """Around the telling of a fault: a process for which there is no card here ends within TELL_SECONDS."""
     timer = threading.Timer(TELL_SECONDS, os._exit, (NoDriver.exit_code,))
     timer.daemon = True
@@ -136,7 +154,7 @@ def _check_installed() -> None:
         )
 
 
-def set_log_levels(rank: int) -> None:
+def _set_log_levels(rank: int) -> None:
     """Rank 0 logs the data and the kernels in use, which the other ranks would only repeat."""
-    logging.getLogger("yuan_train").setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logging.getLogger("yuan_kernels").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    for name in ("yuan_train", "yuan_kernels"):
+        logging.getLogger(name).setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -1,8 +1,6 @@
-"""`yuan-train up --hosts a,b,c --model M --data D`: discover, profile, plan and launch, each as a command.
-
-Every step is a command of its own that is printed before it runs, and leaves its files in one folder. A step
-whose files are there, made by the same command of the same files, is not repeated.
-"""
+"""Finds the cards of machines, measures them, plans and trains. Each step is printed as the command that it
+is, and can be typed again. Called again, it repeats only steps whose files are missing or older than what
+they are made of."""
 
 from __future__ import annotations
 
@@ -32,32 +30,26 @@ from yuan_train.machine.hosts import RemoteHost, parse_hosts
 JOURNAL = "steps.json"
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "up",
-        description="Finds the cards of machines, measures them, plans and trains. Each step is printed as "
-        "the command that it is, and can be typed again. Called again, it repeats only steps whose files are "
-        "missing or older than what they are made of.",
-    )
-    parser.add_argument("--hosts", required=True, metavar="A,B,C", help="the machines, over ssh")
-    parser.add_argument(
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
+    add("--hosts", required=True, metavar="A,B,C", help="the machines, over ssh")
+    add(
         "--model", required=True, metavar="M", help="a name of configs/model, a model file, a Hugging Face "
         "folder (with weights: they are trained on), its config.json, or a checkpoint to train on",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--data", required=True, metavar="D", help="text, .jsonl or .parquet: a file or a folder of them; or "
         "the prefix of token files that preprocess has written",
     )  # fmt: skip
-    parser.add_argument("--tokenizer", metavar="DIR", help="default: the model's; else one is trained")
-    parser.add_argument("--steps", type=int, metavar="N", help="default: the data once")
-    parser.add_argument("--out", default="up", metavar="DIR", help="folder of all files (up)")
-    parser.add_argument("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
-    parser.add_argument("--rendezvous", metavar="HOST[:PORT]", help="where ranks meet: the first machine")
-    parser.add_argument("--copy", action="store_true", help="copy to the machines what they lack")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, and run none")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the run")
-    parser.set_defaults(run=run)
+    add("--tokenizer", metavar="DIR", help="default: the model's; else one is trained")
+    add("--steps", type=int, metavar="N", help="default: the data once")
+    add("--out", default="up", metavar="DIR", help="folder of all files (up)")
+    add("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
+    add("--rendezvous", metavar="HOST[:PORT]", help="where ranks meet: the first machine")
+    add("--copy", action="store_true", help="copy to the machines what they lack")
+    add("--dry-run", action="store_true", help="print the commands, and run none")
+    add("overrides", nargs="*", metavar="key=value", help="changes to the run")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""`yuan-train watch RUN`: the page of a run, served on this machine and drawn anew while the run goes on."""
+"""Serves the page of a run on this machine: curves, each card beside its forecast, what was decided of a
+supervised run. It reads the log directory alone, during the run and after it. From elsewhere: ssh -L
+PORT:127.0.0.1:PORT HOST. Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -23,19 +25,13 @@ REFRESH_SECONDS = 10
 PORT = 8222
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the program's subparsers."""
-    parser = subparsers.add_parser(
-        "watch",
-        description="Serves the page of a run on this machine: curves, each card beside its forecast, what "
-        "was decided of a supervised run. It reads the log directory alone, during the run and after it. "
-        "From elsewhere: ssh -L PORT:127.0.0.1:PORT HOST. Ctrl-C ends it.",
-    )
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add = parser.add_argument
     add_run_options(parser)
-    parser.add_argument("--port", type=int, default=PORT, metavar="P", help=f"0: any free one ({PORT})")
-    parser.add_argument("--once", metavar="F.html", help="write the page to a file instead, and end")
-    parser.add_argument("--terminal", action="store_true", help="show it in this terminal instead")
-    parser.set_defaults(run=run)
+    add("--port", type=int, default=PORT, metavar="P", help=f"0: any free one ({PORT})")
+    add("--once", metavar="F.html", help="write the page to a file instead, and end")
+    add("--terminal", action="store_true", help="show it in this terminal instead")
 
 
 def run(arguments: argparse.Namespace) -> int:

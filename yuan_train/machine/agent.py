@@ -6,7 +6,6 @@ starter or of the way to it, so that nothing is left running where nobody sees i
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
@@ -15,19 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 
+from yuan_train.config.signals import end_with_parent
+
 HELLO, INTERRUPT, TERMINATE, END = b"hello\n", b"interrupt\n", b"terminate\n", b"end\n"
 """What the starter writes: first HELLO; then as a Ctrl-C, as a SIGTERM, and to end within END_SECONDS."""
 END_SECONDS = 1.5
-PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: the signal a process gets when its parent dies."""
 SAVE_SECONDS = 120.0
 """What a command has to save and exit, once the starter is gone."""
-
-
-def _end_with_agent() -> None:
-    """In the new process: get SIGTERM if the agent is killed (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class _Agent:
@@ -38,7 +31,7 @@ class _Agent:
             stdin=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
-            preexec_fn=_end_with_agent,
+            preexec_fn=end_with_parent,
         )
         self.deadline: float | None = None
         self.has_starter = False

@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import ipaddress
 import os
 import random
-import signal
 import socket
 import struct
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
+
+from yuan_train.config.signals import end_with_parent as end_with_parent
 
 THREADS = "OMP_NUM_THREADS"
 OWN_THREADS = "YUAN_THREADS"
@@ -32,8 +31,6 @@ Told = Literal["linked", "tells"]
 """`linked`: the links of a rank of generation stand, and from then on others notice its loss. `tells`: what
 ends this rank is told to the others, by itself or by those that have met it; before, by the launcher."""
 
-PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: the signal a process gets when its parent dies."""
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
@@ -226,10 +223,3 @@ def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket(family) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
-
-
-def end_with_parent() -> None:
-    """In a process that is being started: get SIGTERM, to save and end, if the starting one is killed (Linux
-    only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -10,7 +10,6 @@ its own, so that one that hangs can be ended.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import importlib.util
@@ -27,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from yuan_train.config.signals import end_with_parent
 
 Score = Callable[[dict[str, Any]], Any]
 """The score of an answer, of its fields: those of FIELDS, and its prompt's columns."""
@@ -53,8 +54,6 @@ FIELDS = (
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _MARKED = re.compile(r"\$|\\boxed|\\\(|\\\[")
 """Whether a text says where its formulas are."""
-_DIES_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of Linux."""
 
 
 class Unusable(Exception):
@@ -242,7 +241,7 @@ def speaking_json() -> Iterator[tuple[Iterable[str], Callable[[Any], None]]]:
     """The lines that a process reads, and what writes a value as a line. Whatever its code prints goes
     nowhere, what it reads is empty, and it ends with the process that started it."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
     # Ctrl-C is for the trainer, which finishes its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -7,7 +7,6 @@ message to what uses it.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,20 +176,10 @@ def whole_arrows(events: Iterable[Event]) -> list[Event]:
     return [event for event in events if event["ph"] not in "sf" or ends[event["id"]] == 2]
 
 
-def write_trace(path: str | Path, events: Sequence[Event], *, about: Mapping[str, Any] | None = None) -> None:
-    """Write a trace file atomically: under a temporary name, then renamed. Raises OSError if it cannot.
-
-    `about` is stored with the events, for programs; viewers show it as the trace's metadata.
-    """
+def trace_text(events: Sequence[Event], *, about: Mapping[str, Any] | None = None) -> str:
+    """A trace file. `about` is stored with the events, for programs; viewers show it as its metadata."""
     document = {"displayTimeUnit": "ms", "traceEvents": events, "otherData": dict(about or {})}
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        temporary.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return json.dumps(document, separators=(",", ":"))
 
 
 def _metadata(name: str, pid: int, arguments: Mapping[str, Any]) -> Event:

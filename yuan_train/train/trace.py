@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import write_text
 from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.config.run import TraceConfig
 from yuan_train.parallel.activity import Activity, during, observed_by
@@ -36,7 +38,7 @@ from yuan_train.schedule.trace import (
     step_span,
     trace_events,
     trace_path,
-    write_trace,
+    trace_text,
 )
 
 
@@ -243,9 +245,9 @@ class Tracer:
             "clock_error_seconds": self._clock.error_seconds,
         }
         try:
-            write_trace(path, events, about=about)
-        except OSError as error:
-            logger.warning("train.trace: %s cannot be written: %s", path, error)
+            write_text(path, trace_text(events, about=about))
+        except ConfigError as error:
+            logger.warning("train.trace: %s", error)
 
     def _start(self, device: Device, *, with_kernels: bool) -> None:
         if with_kernels:
