@@ -31,8 +31,6 @@ from yuan_train.config.run import load_run
 from yuan_train.machine.tools import see_tools
 
 if TYPE_CHECKING:
-    import torch
-
     from yuan_train.parallel.device import Device
 
 Facts = dict[str, Any]
@@ -153,8 +151,9 @@ def examine(*, hidden: int) -> Facts:
     """Versions, packages, devices and ops; `hidden` is the length of a row."""
     import torch
     import torch.distributed as dist
+    from yuan_kernels import ops
 
-    from yuan_train.train.cards import driver_version, nccl_version, why_no_card
+    from yuan_train.train.cards import compiler_fault, driver_version, nccl_version, why_no_card
 
     devices = _devices()
     found: Facts = {
@@ -178,8 +177,13 @@ def examine(*, hidden: int) -> Facts:
         "ops": [fact for device in devices for fact in _op_facts(device, hidden)],
         # After the ops, whose tests wake the cards' links up.
         "surroundings": see_host([card["pci_address"] for card in devices[1:] if card["pci_address"]]),
-        **_cpu_products(),
-        "compile": [_compile_fact(device["device"]) for device in devices],
+        "fp32_products": ops.fp32_products(),
+        "bf16_products": ops.bf16_products(),
+        # What torch.compile (`train.compile`) lacks on each device; None: it has all that it needs.
+        "compile": [
+            {"device": name, "fault": compiler_fault(name.partition(":")[0])}
+            for name in (device["device"] for device in devices)
+        ],
         "megatron": _megatron_facts(),
     }
     findings = check(found)
@@ -296,7 +300,9 @@ def _op_facts(device: Facts, hidden: int) -> Iterator[Facts]:
     if device.get("fault") is not None:
         # No test of an op would run.
         return
-    for choice in ops.choices(torch.device(device["device"]), _precision(device), hidden=hidden):
+    without_bf16 = torch.float32 if device["device"] == "cpu" else torch.float16
+    precision = torch.bfloat16 if device["bf16"] else without_bf16
+    for choice in ops.choices(torch.device(device["device"]), precision, hidden=hidden):
         yield {
             "op": choice.op,
             "device": choice.device,
@@ -306,40 +312,15 @@ def _op_facts(device: Facts, hidden: int) -> Iterator[Facts]:
         }
 
 
-def _precision(device: Facts) -> torch.dtype:
-    import torch
-
-    if device["bf16"]:
-        return torch.bfloat16
-    return torch.float32 if device["device"] == "cpu" else torch.float16
-
-
-def _cpu_products() -> Facts:
-    from yuan_kernels import ops
-
-    return {"fp32_products": ops.fp32_products(), "bf16_products": ops.bf16_products()}
-
-
-def _compile_fact(device: str) -> Facts:
-    """What torch.compile (`train.compile`) lacks on a device; None: it has all that it needs."""
-    from yuan_train.train.cards import compiler_fault
-
-    return {"device": device, "fault": compiler_fault(device.partition(":")[0])}
-
-
 def _megatron_facts() -> Facts:
     """What `engine: megatron` would run. It chooses its optimizer by itself, as here."""
-    found = (name for name, module in FUSED_ADAM if _is_there(module) and _has_attribute(module, "FusedAdam"))
+    found = (name for name, module in FUSED_ADAM if _has_attribute(module, "FusedAdam"))
     fused = next(found, None)
     return {
         "version": _version("megatron-core"),
         "tested_versions": list(TESTED),
         "optimizer_step": "torch's AdamW" if fused is None else f"{fused}'s FusedAdam",
     }
-
-
-def _is_there(module: str) -> bool:
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 # --- as text -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.document import is_mapping, read_document
 from yuan_train.config.errors import ConfigError, YuanError
-from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.model import load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.profile import load_profile
@@ -96,7 +96,26 @@ _KEYS_OF_KIND = {
 
 def inspect_model(path: Path) -> Facts:
     """Sizes, parameters and FLOP of a model."""
-    return _model_facts(load_model(path))
+    model = load_model(path)
+    length = model.max_sequence_length
+    return {
+        "name": model.name,
+        "architecture": model.architecture,
+        "attention": model.attention,
+        "parameters": model.parameters,
+        **({"active_parameters": model.active_parameters} if model.num_experts else {}),
+        "parameters_per_layer": model.layer_parameters,
+        "embedding_parameters": model.embedding_parameters,
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": length,
+        "forward_flops_per_token": model.training_flops(length) // 3,
+        "training_flops_per_token": model.training_flops(length),
+    }
 
 
 def inspect_log(path: Path) -> Facts:
@@ -304,28 +323,6 @@ INSPECT: dict[str, Callable[[Path], Facts]] = {
     "log": inspect_log,
     "checkpoint": inspect_checkpoint,
 }
-
-
-def _model_facts(model: ModelConfig) -> Facts:
-    length = model.max_sequence_length
-    return {
-        "name": model.name,
-        "architecture": model.architecture,
-        "attention": model.attention,
-        "parameters": model.parameters,
-        **({"active_parameters": model.active_parameters} if model.num_experts else {}),
-        "parameters_per_layer": model.layer_parameters,
-        "embedding_parameters": model.embedding_parameters,
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.key_value_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "max_sequence_length": length,
-        "forward_flops_per_token": model.training_flops(length) // 3,
-        "training_flops_per_token": model.training_flops(length),
-    }
 
 
 def _rl_facts(path: Path) -> Facts:

@@ -122,23 +122,29 @@ class Bridge:
         In a tensor-parallel group the first rank broadcasts it to the others; collective over the group.
         Raises LostRank if the sender is lost, LostPeer if a rank of the group is.
         """
-        boundary = self._boundary
-        if self._is_leader:
-            try:
-                buffer = self._received.pop(step).take()
-            except RuntimeError as error:
-                self._blame_peer(step, error)
-                raise
-        else:
-            buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=boundary.device)
-        if self._groups.replica is not None:
-            self._groups.replica.broadcast(buffer, self._leader, self._broadcast_name(step)).wait()
+        buffer = self._take(self._received, step, self._boundary.shape, self._boundary.dtype)
         if self.checks:
             self._compare(step, buffer)
         if self._is_leader:
             for proven in self._proofs.get(step, ()):
                 self._retire(proven)
             self._let_go()
+        return buffer
+
+    def _take(
+        self, posted: dict[Step, PendingReceive], step: Step, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Wait for a posted receive of this shape; what came, on all ranks of the tensor-parallel group."""
+        if self._is_leader:
+            try:
+                buffer = posted.pop(step).take()
+            except RuntimeError as error:
+                self._blame_peer(step, error)
+                raise
+        else:
+            buffer = torch.empty(shape, dtype=dtype, device=self._boundary.device)
+        if self._groups.replica is not None:
+            self._groups.replica.broadcast(buffer, self._leader, self._broadcast_name(step)).wait()
         return buffer
 
     def send(self, step: Step, tensor: torch.Tensor) -> None:
@@ -165,16 +171,7 @@ class Bridge:
     def _compare(self, step: Step, message: torch.Tensor) -> None:
         """Note it if a message has another checksum than its sender gave it; in a tensor-parallel group every
         rank compares what the broadcast gave it."""
-        if self._is_leader:
-            try:
-                sums = self._received_sums.pop(step).take()
-            except RuntimeError as error:
-                self._blame_peer(step, error)
-                raise
-        else:
-            sums = torch.empty(2, dtype=torch.int64, device=message.device)
-        if self._groups.replica is not None:
-            self._groups.replica.broadcast(sums, self._leader, self._broadcast_name(step)).wait()
+        sums = self._take(self._received_sums, step, (2,), torch.int64)
         if not torch.equal(checksum(message), sums):
             peer = self._grid.peer(self._coord, self._peer_stage(step), step.micro_batch)
             self.faults.append(

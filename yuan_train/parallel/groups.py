@@ -270,7 +270,7 @@ def one_communicator(device: Device, kinds: Sequence[str]) -> Iterator[None]:
     own, group = 0 if alone else dist.get_rank(), None
     for kind in dict.fromkeys(filter(None, kinds)):
         ranks = tuple(rank for rank, other in enumerate(kinds) if other == kind)
-        made = _new_group(ranks, timeout=timedelta(seconds=COMMUNICATOR_SECONDS), backend=device.library)
+        made = _new_group(ranks, COMMUNICATOR_SECONDS, backend=device.library)
         group = made if own in ranks else group
     try:
         if group is not None:
@@ -290,22 +290,14 @@ def enter_world_as(rank: int, *, device: Device, timeout_seconds: float) -> None
 
     Collective over all ranks, which must give different numbers. The store in which they met serves again.
     """
-    timeout = timedelta(seconds=timeout_seconds)
-    if not dist.is_initialized():
-        store, backend = dist.HashStore(), world_backend(device)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return
-    if _order_is_same(rank):
-        return
-    world_size = dist.get_world_size()
-    store = dist.PrefixStore(
-        "entered-again",
-        dist.distributed_c10d._get_default_store(),  # pyright: ignore[reportPrivateUsage]
-    )
-    dist.destroy_process_group()
-    dist.init_process_group(
-        world_backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
+    store, world_size = dist.HashStore(), 1
+    if dist.is_initialized():
+        if _order_is_same(rank):
+            return
+        met_in = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        store, world_size = dist.PrefixStore("entered-again", met_in), dist.get_world_size()
+        dist.destroy_process_group()
+    connect("the ranks", store, rank if world_size > 1 else 0, world_size, device, timeout_seconds)
 
 
 def _order_is_same(rank: int) -> bool:
@@ -340,9 +332,7 @@ def make_groups(
 
     def new_group(ranks: tuple[int, ...], *, of_messages: bool = False) -> dist.ProcessGroup:
         via_host = rank in ranks and grid.plan.via_host(ranks)
-        library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
-        options = device.message_options(timeout) if of_messages and library == device.library else None
-        return _new_group(ranks, timeout=timeout, backend=library, options=options)
+        return _group_of(ranks, device, timeout_seconds, via_host=via_host, of_messages=of_messages)
 
     def transport(ranks: tuple[int, ...], group: dist.ProcessGroup) -> Transport:
         return transport_of(group, ranks, device=device, via_host=grid.plan.via_host(ranks))
@@ -387,12 +377,12 @@ def _make_tree(*, timeout_seconds: float) -> list[tuple[tuple[int, ...], dist.Pr
     if world_size <= RING_UP_TO:
         return []
     found: list[tuple[tuple[int, ...], dist.ProcessGroup]] = []
-    timeout, stride = timedelta(seconds=timeout_seconds), 1
+    stride = 1
     while stride < world_size:
         for first in range(0, world_size, stride * TREE_WIDTH):
             ranks = tuple(range(first, min(first + stride * TREE_WIDTH, world_size), stride))
             if len(ranks) > 1:
-                group = _new_group(ranks, timeout=timeout, backend="gloo")
+                group = _new_group(ranks, timeout_seconds, backend="gloo")
                 if rank in ranks:
                     found.append((ranks, group))
         stride *= TREE_WIDTH
@@ -403,16 +393,24 @@ def make_tensor_groups(
     rank_groups: Sequence[tuple[int, ...]], *, timeout_seconds: float
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A group for each tuple of ranks; collective over all ranks."""
-    return {ranks: _new_group(ranks, timeout=timedelta(seconds=timeout_seconds)) for ranks in rank_groups}
+    return {ranks: _new_group(ranks, timeout_seconds) for ranks in rank_groups}
 
 
 def make_pair(ranks: tuple[int, int], *, device: Device, via_host: bool, timeout_seconds: float) -> Transport:
     """A group of two ranks, to be freed by them; collective over all ranks."""
-    library, timeout = library_of(device, via_host=via_host), timedelta(seconds=timeout_seconds)
     # As an edge of a plan, whose rate it measures.
-    options = device.message_options(timeout) if library == device.library else None
-    group = _new_group(ranks, timeout=timeout, backend=library, options=options)
+    group = _group_of(ranks, device, timeout_seconds, via_host=via_host, of_messages=True)
     return transport_of(group, ranks, device=device, via_host=via_host)
+
+
+def _group_of(
+    ranks: tuple[int, ...], device: Device, seconds: float, *, via_host: bool, of_messages: bool
+) -> dist.ProcessGroup:
+    """A group of the library that the transport of these ranks needs."""
+    library = library_of(device, via_host=via_host)
+    is_own = of_messages and library == device.library
+    options = device.message_options(timedelta(seconds=seconds)) if is_own else None
+    return _new_group(ranks, seconds, backend=library, options=options)
 
 
 def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
@@ -422,15 +420,15 @@ def make_save_group(*, timeout_seconds: float) -> dist.ProcessGroup | None:
     """
     if not dist.is_initialized():
         return None
-    timeout = timedelta(seconds=timeout_seconds)
-    return _new_group(tuple(range(dist.get_world_size())), timeout=timeout, backend="gloo")
+    return _new_group(tuple(range(dist.get_world_size())), timeout_seconds, backend="gloo")
 
 
 def _new_group(
-    ranks: tuple[int, ...], *, timeout: timedelta, backend: str | None = None, options: Any = None
+    ranks: tuple[int, ...], seconds: float, *, backend: str | None = None, options: Any = None
 ) -> dist.ProcessGroup:
     """A group, of which a rank outside gets a placeholder. All ranks go through it."""
     # A group does not inherit the timeout of the world.
+    timeout = timedelta(seconds=seconds)
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     return cast(dist.ProcessGroup, group)
 

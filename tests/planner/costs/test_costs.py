@@ -25,7 +25,7 @@ from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile
 from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
-from yuan_train.planner.evaluate.messages import edge_flows
+from yuan_train.planner.evaluate.flows import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
 from yuan_train.planner.search.shapes import (

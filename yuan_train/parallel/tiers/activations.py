@@ -21,7 +21,7 @@ from torch import Tensor
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.host_state import HostLinks
-from yuan_train.parallel.tiers.slab import ALIGNMENT, HostSlab, Transfer
+from yuan_train.parallel.tiers.slab import ALIGNMENT, HostSlab, Transfer, begin_copies
 from yuan_train.schedule.copies import Key, Offloads, PartSteps, group_copies
 from yuan_train.schedule.step import Kind, RankProgram, Step
 
@@ -266,17 +266,12 @@ class ActivationTiers:
     def _offload(self, part: _Part) -> None:
         sizes = [-(-kept.num_bytes // ALIGNMENT) * ALIGNMENT for kept in part.kept.values()]
         part.host = self._pool.take(sum(sizes))
-        pieces = part.host.flat.split(sizes)
-        for kept, piece in zip(part.kept.values(), pieces, strict=True):
+        moved: list[tuple[Tensor, Tensor]] = []
+        for kept, piece in zip(part.kept.values(), part.host.flat.split(sizes), strict=True):
+            assert kept.flat is not None
             kept.host = piece[: kept.num_bytes]
-        moved = [(kept.flat, kept.host) for kept in part.kept.values() if kept.host is not None]
-
-        def copy() -> None:
-            for flat, host in moved:
-                assert flat is not None
-                host.copy_(flat, non_blocking=True)
-
-        part.going = self._links.down.begin(copy, part.num_bytes)
+            moved.append((kept.flat, kept.host))
+        part.going = begin_copies(self._links.down, moved)
 
     def _fetch(self, part: _Part) -> None:
         moved: list[tuple[Tensor, Tensor]] = []
@@ -284,13 +279,8 @@ class ActivationTiers:
             assert kept.host is not None
             # Taken here, on the stream of the compute, which frees it again.
             kept.flat = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._pool.device.torch)
-            moved.append((kept.flat, kept.host))
-
-        def copy() -> None:
-            for flat, host in moved:
-                flat.copy_(host, non_blocking=True)
-
-        part.coming = self._links.up.begin(copy, part.num_bytes)
+            moved.append((kept.host, kept.flat))
+        part.coming = begin_copies(self._links.up, moved)
 
     def _wait(self, step: Step, transfer: Transfer) -> None:
         with during(Activity("wait_copy", step)), self._pause():

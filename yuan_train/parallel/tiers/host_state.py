@@ -148,11 +148,7 @@ class DiskChunk(HostChunk):
         assert source is not None, "no gradient was reduced"
         self._slot, rows = self.store.load(self.number)
         self.master, self.exp_avg, self.exp_avg_sq, self.gradient = rows
-
-        def copy() -> None:
-            self.gradient.copy_(source, non_blocking=True)
-
-        self.links.down.begin(copy, source.numel() * source.itemsize).finish()
+        begin_copy(self.links.down, source, self.gradient).finish()
         self._source = None
         self.finish_weights()
 

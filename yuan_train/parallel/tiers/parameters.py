@@ -116,14 +116,12 @@ class ParameterPages:
             page.is_summed = False
 
     def _up(self, page: _Page, host: torch.Tensor, slot: torch.Tensor) -> None:
-        target = slot[: host.numel()]
-        page.coming.append(begin_copy(self._links.up, host, target))
+        page.coming.append(begin_copy(self._links.up, host, slot[: host.numel()]))
 
     def _down(self, page: _Page) -> None:
         assert page.slot is not None and page.is_ready
         host = page.bucket.gradient
-        source = page.slot.gradient[: host.numel()]
-        page.going = begin_copy(self._links.down, source, host)
+        page.going = begin_copy(self._links.down, page.slot.gradient[: host.numel()], host)
         page.is_summed = True
 
     def _page_out(self, step: Step, page: _Page) -> None:

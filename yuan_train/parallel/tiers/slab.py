@@ -12,7 +12,7 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -48,11 +48,17 @@ class Link(Protocol):
 
 def begin_copy(link: Link, source: torch.Tensor, target: torch.Tensor) -> Transfer:
     """Begin to copy a tensor over a link, without making the host wait where the memory allows."""
+    return begin_copies(link, [(source, target)])
+
+
+def begin_copies(link: Link, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+    """The same of several, each with its target, as one copy."""
 
     def copy() -> None:
-        target.copy_(source, non_blocking=True)
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
 
-    return link.begin(copy, source.numel() * source.itemsize)
+    return link.begin(copy, sum(source.numel() * source.itemsize for source, _ in pairs))
 
 
 def make_link(device: Device, *, bytes_per_second: float | None = None) -> Link:

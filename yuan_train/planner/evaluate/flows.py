@@ -1,4 +1,4 @@
-"""Buckets on their way at the same time: rings and messages share the NICs of their nodes.
+"""What is on its way between nodes: messages, gradient reductions, weights; and what of it no compute hides.
 
 Every ring that leaves a node, and every message from or to another node, is a flow through the node's NIC;
 the flows that are under way at a time have equal parts of it. With F_v flows through node v, a bucket that
@@ -12,13 +12,24 @@ Messages keep the times of the pipelines' simulation: what the rings take from t
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from yuan_train.config.cluster import Card
+from yuan_train.config.plan import Plan, num_units
+from yuan_train.planner.costs.grad_reduce import BucketCost
+from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
+from yuan_train.planner.costs.owners import PlanCards, units_by_stage
+from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.topology import find_route
+from yuan_train.planner.costs.unit_costs import UnitCost
+from yuan_train.planner.evaluate.simulator import Simulation
+from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.native.pipelines import Sent
 
 
 class MessageFlow(NamedTuple):
@@ -152,3 +163,191 @@ class _Run:
             self.num_before[j] -= 1
             if not self.num_before[j]:
                 self.free.append(j)
+
+
+# --- messages between stages --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EdgeFlows:
+    """How many messages of an edge cross the NICs at a time, by node. Equal pipelines run in step, so the
+    same edge of all of them is busy at once; different edges of a pipeline take turns."""
+
+    leaving: Mapping[str, int]
+    entering: Mapping[str, int]
+
+    def sharers(self, source: Card, target: Card) -> int:
+        """How many messages share the busier NIC of a message's two nodes; 1 inside a node."""
+        return max(self.leaving[source.node], self.entering[target.node]) if source.node != target.node else 1
+
+
+def edge_flows(edges: Iterable[tuple[Card, Card]]) -> EdgeFlows:
+    """The flows of these messages (source, target)."""
+    crossing = [(a.node, b.node) for a, b in edges if a.node != b.node]
+    return EdgeFlows(Counter(a for a, _ in crossing), Counter(b for _, b in crossing))
+
+
+def plan_edge_flows(cards: PlanCards, s: int, *, is_activation: bool) -> EdgeFlows:
+    """The messages of all pipelines from stage s to s + 1, or back."""
+    a, b = (s, s + 1) if is_activation else (s + 1, s)
+    rows = (row for row in cards if len(row) > s + 1)
+    return edge_flows((x[0], y[0]) for row in rows for x, y in _pairs(row[a], row[b]))
+
+
+def edge_seconds(
+    costs: Costs, plan: Plan, cards: PlanCards, p: int, s: int, flows: EdgeFlows, *, is_activation: bool
+) -> float:
+    """Seconds of a hidden state from stage s to s + 1 of pipeline p, or of its gradient back: from first card
+    to first card, then broadcast inside the tensor-parallel group that receives it; the slowest of the
+    replicas' pairs. 0 if sender and receiver are the same cards. `flows` are those of this edge."""
+    a, b = (s, s + 1) if is_activation else (s + 1, s)
+    pairs = [(x, y) for x, y in _pairs(cards[p][a], cards[p][b]) if x != y]
+    if not pairs:
+        return 0.0
+    pipeline = plan.pipelines[p]
+    sender = costs.of_stage(plan, cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
+    # A stage without units passes on what it receives.
+    size = costs.hidden_bytes(pipeline.micro_batch_size)
+    size = sender.units[-1].output_bytes if sender.units else size
+
+    def seconds(source: Card, target: Replica) -> float:
+        route, sharers = find_route(costs.topology, source, target[0]), flows.sharers(source, target[0])
+        inside = broadcast_seconds(costs.topology, target, size)
+        return message_seconds(route, size, sharers=sharers) + inside
+
+    return max(seconds(source[0], target) for source, target in pairs)
+
+
+def _pairs(sources: Sequence[Replica], targets: Sequence[Replica]) -> list[tuple[Replica, Replica]]:
+    """Which replica sends to which: micro-batch m goes from replica m mod n to replica m mod n'."""
+    count = math.lcm(len(sources), len(targets))
+    return [(sources[i % len(sources)], targets[i % len(targets)]) for i in range(count)]
+
+
+def message_flows(
+    costs: Costs, plan: Plan, cards: PlanCards, simulations: Sequence[Simulation], *, after: float
+) -> list[MessageFlow]:
+    """The messages over NICs that arrive after a time, of all pipelines; by their simulations."""
+    late: dict[int, list[Sent]] = {}
+    flows: list[MessageFlow] = []
+    for pipeline, row, simulation in zip(plan.pipelines, cards, simulations, strict=True):
+        card_of = {
+            worker: replica[0]
+            for workers, replicas in zip(pipeline.workers, row, strict=True)
+            for worker, replica in zip(workers, replicas, strict=True)
+        }
+        if id(simulation) not in late:
+            late[id(simulation)] = simulation.sent_after(after)
+        shared: dict[tuple[int, int], tuple[str, str] | None] = {}
+        for start, end, worker, peer in late[id(simulation)]:
+            if (worker, peer) not in shared:
+                source, target = card_of[worker], card_of[peer]
+                route = find_route(costs.topology, source, target)
+                shared[worker, peer] = (source.node, target.node) if route.shared else None
+            nodes = shared[worker, peer]
+            if nodes is not None:
+                flows.append(MessageFlow(start, end, nodes))
+    return flows
+
+
+# --- what is not hidden -------------------------------------------------------------------------------------
+
+
+def grad_reduce_end(
+    plan: Plan,
+    buckets: Sequence[BucketCost],
+    stages: Sequence[StageCost],
+    simulations: Sequence[Simulation],
+    messages: Callable[[float], Sequence[MessageFlow]] = lambda after: (),
+) -> float:
+    """End of the last gradient reduction or backward, in seconds from the step's start.
+
+    The last backward of a stage completes its gradients unit by unit, the last unit first, and of a layer the
+    feed-forward first; under zero_bubble the last weight-gradient part does. A bucket can start when its
+    lowest unit, or its half of one, is complete on all owners; and buckets start in the reverse of the
+    model's order, on each card one after the other. Those under way at the same time share NICs, also with
+    the `messages` that are on their way after a time. What a reduction takes of the compute that hides it
+    makes that compute end later.
+    """
+    latest = max(simulation.step_seconds for simulation in simulations)
+    if not buckets:
+        return latest
+    split = plan.schedule == "zero_bubble"
+
+    def seconds(unit: UnitCost) -> float:
+        return unit.weight_seconds if split else unit.backward_seconds
+
+    def completions(early: float) -> list[float]:
+        """When each unit, but for a share of its backward, is complete on all its owners."""
+        complete, units = [0.0] * num_units(plan), units_by_stage(plan)
+        for stage in stages:
+            end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
+            own = units[stage.pipeline, stage.stage]
+            for u, unit, below in zip(own, stage.units, _before(stage, seconds), strict=False):
+                complete[u] = max(complete[u], end - below - early * seconds(unit))
+        return complete
+
+    complete = {early: completions(early) for early in {bucket.early for bucket in buckets}}
+    ends = _compute_ends(stages, simulations)
+    slowed = dict.fromkeys(ends, 0.0)
+    order = buckets[::-1]
+    transfers = [
+        Transfer(
+            cards=bucket.cards,
+            crossing=bucket.crossing,
+            seconds=bucket.reduce_seconds,
+            ready=max(complete[bucket.early][u] for u in bucket.units),
+        )
+        for bucket in order
+    ]
+
+    def later(i: int) -> float:
+        return max(slowed[card] for card in order[i].cards)
+
+    def ended(i: int, start: float, end: float) -> None:
+        bucket, seconds = order[i], end - start
+        for card in bucket.cards if bucket.compute_seconds and seconds else ():
+            hidden = seconds - max(0.0, end - ends[card] - slowed[card])
+            slowed[card] += bucket.compute_seconds * max(0.0, hidden) / seconds
+
+    first = min(transfer.ready for transfer in transfers)
+    through = run_transfers(transfers, messages(first), later=later, ended=ended)
+    return max(latest, *through, *(end + slowed[card] for card, end in ends.items()))
+
+
+def _compute_ends(stages: Sequence[StageCost], simulations: Sequence[Simulation]) -> dict[Card, float]:
+    """By card, when its last backward ends; in seconds from the step's start."""
+    ends: dict[Card, float] = {}
+    for stage in stages:
+        end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
+        ends |= {card: max(ends.get(card, 0.0), end) for card in stage.cards}
+    return ends
+
+
+def exposed_weight_sync_seconds(
+    plan: Plan, buckets: Sequence[BucketCost], stages: Sequence[StageCost], simulations: Sequence[Simulation]
+) -> float:
+    """Seconds by which a step starts later because forwards wait for stepped weights. The buckets' weights
+    come back in the model's order, on each card one after the other, from the end of the optimizer step on;
+    the next step's forwards begin at the same time, and each unit's waits for its weights."""
+    if not any(bucket.weight_sync_seconds for bucket in buckets):
+        return 0.0
+    needed, units = [float("inf")] * num_units(plan), units_by_stage(plan)
+    for stage in stages:
+        start = simulations[stage.pipeline].stage_start_seconds[stage.stage]
+        before = _before(stage, lambda unit: unit.forward_seconds)
+        for u, earlier in zip(units[stage.pipeline, stage.stage], before, strict=False):
+            needed[u] = min(needed[u], start + earlier)
+    ends = run_transfers(
+        [
+            Transfer(cards=bucket.cards, crossing=bucket.crossing, seconds=bucket.sync_seconds, ready=0.0)
+            for bucket in buckets
+        ]
+    )
+    waits = (end - needed[u] for bucket, end in zip(buckets, ends, strict=True) for u in bucket.units)
+    return max(0.0, *waits)
+
+
+def _before(stage: StageCost, seconds: Callable[[UnitCost], float]) -> Iterator[float]:
+    """Seconds of the stage's units before each of them, and of all."""
+    return itertools.accumulate(map(seconds, stage.units), initial=0.0)

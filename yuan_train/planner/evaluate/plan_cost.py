@@ -9,7 +9,7 @@ bucket while the next step's forward begins, which waits where they come too lat
     step = compute + gradient reductions that outlast it
            + tied embedding + slowest optimizer step + longest wait for weights
 
-`evaluate/overlap.py` says which parts are hidden.
+`evaluate/flows.py` says which parts are hidden.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_se
 from yuan_train.planner.costs.owners import PlanCards, state_shares
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
-from yuan_train.planner.evaluate.flows import MessageFlow
-from yuan_train.planner.evaluate.messages import EdgeFlows, edge_seconds, message_flows, plan_edge_flows
-from yuan_train.planner.evaluate.overlap import exposed_weight_sync_seconds, grad_reduce_end
+from yuan_train.planner.evaluate.flows import (
+    EdgeFlows,
+    MessageFlow,
+    edge_seconds,
+    exposed_weight_sync_seconds,
+    grad_reduce_end,
+    message_flows,
+    plan_edge_flows,
+)
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
 from yuan_train.planner.evaluate.tiers import pipeline_copies, pipeline_pages
