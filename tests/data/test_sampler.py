@@ -155,7 +155,6 @@ def test_blends_stay_within_one_sample_of_their_shares(units: list[int]) -> None
         assert number == counts[corpus]
         counts[corpus] += 1
         assert np.abs(counts - shares * (index + 1)).max() < 1
-        assert counts[corpus] == order.count(corpus, index + 1)
 
 
 def test_a_dominant_corpus_among_many_small_ones_stays_within_one_sample() -> None:
@@ -168,7 +167,6 @@ def test_a_dominant_corpus_among_many_small_ones_stays_within_one_sample() -> No
 def test_blends_are_exact_at_large_sample_numbers() -> None:
     order = blend_order((0.7, 0.2, 0.1))
     assert order.units == (7, 2, 1)
-    assert [order.count(corpus, 10**12) for corpus in range(3)] == [7 * 10**11, 2 * 10**11, 10**11]
     assert order.locate(10**12) == (0, 7 * 10**11)
 
 

@@ -424,13 +424,6 @@ class Blend:
         """(corpus, sample number within it) of a sample of the global order."""
         return self.order.locate(sample)
 
-    def epochs(self, num_samples: int) -> tuple[float, ...]:
-        """Epochs of each corpus within the first `num_samples` samples."""
-        return tuple(
-            self.order.count(number, num_samples) / corpus.samples_per_epoch
-            for number, corpus in enumerate(self.corpora)
-        )
-
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples [first_sample, first_sample + count) of the global order.
 

@@ -253,11 +253,6 @@ class BlendOrder:
         corpus = int(self.corpora[offset])
         return corpus, period * self.units[corpus] + int(self.ranks[offset])
 
-    def count(self, corpus: int, num_samples: int) -> int:
-        """How many of the first `num_samples` samples come from `corpus`."""
-        periods, rest = divmod(num_samples, len(self.corpora))
-        return periods * self.units[corpus] + int(np.count_nonzero(self.corpora[:rest] == corpus))
-
 
 @functools.lru_cache(maxsize=16)
 def blend_order(weights: tuple[float, ...]) -> BlendOrder:

@@ -255,12 +255,8 @@ class Updater:
             losses.append(self._critic.train(part.rows, values_N[here], returns_N[here], request))
         return CriticResult(math.fsum(losses) / len(losses), explained_variance(values_N, returns_N))
 
-    def log_probs(self, groups: Sequence[Group]) -> Tensor:
-        """The log-probability of each token under the weights as they are: fp64 [N] on the host."""
-        return self._score(self._parts(groups, updates=1))
-
-    def _parts(self, groups: Sequence[Group], *, updates: int | None = None) -> list[_Part]:
-        size = len(groups) // (updates or self._run.algorithm.updates)
+    def _parts(self, groups: Sequence[Group]) -> list[_Part]:
+        size = len(groups) // self._run.algorithm.updates
         parts: list[_Part] = []
         first = 0
         for start in range(0, len(groups), size):
