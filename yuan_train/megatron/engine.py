@@ -188,13 +188,9 @@ def fill(job: Job, optimizer: Any, held: list[Held]) -> Progress:
             _draw(job, one)
     if job.start is not None:
         shards = as_shards(held, KINDS[:1])
-        load_tensors(job.start, _only(shards, given))
+        load_tensors(job.start, {name: shard for name, shard in shards.items() if name in given})
     publish(optimizer)
     return Progress.initial(job.run)
-
-
-def _only(shards: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: shard for name, shard in shards.items() if name in names}
 
 
 @torch.no_grad()
@@ -219,18 +215,17 @@ class Timers:
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
         self._running: AbstractContextManager[None] | None = None
-        self._compute, self._other = _Compute(self), _Other()
 
     def __call__(self, name: str, log_level: int | None = None) -> Any:
         """What is called `start` and `stop` on."""
-        return self._compute if name in _COMPUTE else self._other
+        return self if name in _COMPUTE else _Other()
 
-    def start(self) -> None:
+    def start(self, barrier: bool = False) -> None:
         """Compute begins."""
         self._running = self._stopwatch.running()
         self._running.__enter__()
 
-    def stop(self) -> None:
+    def stop(self, barrier: bool = False) -> None:
         """Compute ends."""
         if self._running is not None:
             self._running.__exit__(None, None, None)
@@ -244,17 +239,6 @@ class Timers:
         yield
         if was_running:
             self.start()
-
-
-class _Compute:
-    def __init__(self, timers: Timers) -> None:
-        self._timers = timers
-
-    def start(self, barrier: bool = False) -> None:
-        self._timers.start()
-
-    def stop(self, barrier: bool = False) -> None:
-        self._timers.stop()
 
 
 class _Other:
@@ -308,7 +292,7 @@ def _make_engine(job: Job, world: MegatronWorld, expression: Expression) -> Mega
     chunks = build_chunks(job.plan, coord, expression, batches, precision=run.train.precision, timers=timers)
     optimizer = core.get_megatron_optimizer(
         _optimizer_config(run, job.plan.optimizer_sharding),
-        list(map(_module, chunks)),
+        [chunk.module for chunk in chunks],
         use_gloo_process_groups=False,
     )
     parameters = [
@@ -339,10 +323,6 @@ def _make_engine(job: Job, world: MegatronWorld, expression: Expression) -> Mega
     return engine
 
 
-def _module(chunk: Chunk) -> Any:
-    return chunk.module
-
-
 def _optimizer_config(run: RunConfig, sharded: bool) -> Any:
     o, precision = run.optimizer, run.train.precision
     return core.OptimizerConfig(
@@ -365,7 +345,7 @@ def _optimizer_config(run: RunConfig, sharded: bool) -> Any:
 
 def _share(job: Job, world: MegatronWorld, chunks: tuple[Chunk, ...], *, resets: bool) -> Share:
     """What this rank reads of each batch."""
-    data, pipeline = job.run.data, world.grid.pipeline(world.coord)
+    pipeline = world.grid.pipeline(world.coord)
     micro_batches = range(pipeline.num_micro_batches)
     takers = sum(chunk.stage.embedding or chunk.stage.head or resets for chunk in chunks)
     has_head = any(chunk.stage.head for chunk in chunks)
@@ -375,12 +355,7 @@ def _share(job: Job, world: MegatronWorld, chunks: tuple[Chunk, ...], *, resets:
         takers=Counter(dict.fromkeys(micro_batches, takers) if takers else {}),
         with_tokens=any(chunk.stage.embedding for chunk in chunks),
         with_targets=frozenset(micro_batches if has_head else ()),
-        resets={
-            "eod_id": job.tokenizer.eod_id if job.tokenizer is not None and resets else None,
-            "reset_position_ids": data.reset_position_ids,
-            "reset_attention": data.reset_attention,
-            "reset_filter": data.reset_filter,
-        },
+        resets=job.run.data.resets_after(job.tokenizer.eod_id if job.tokenizer and resets else None),
         device=job.device,
     )
 
@@ -508,7 +483,7 @@ class MegatronEngine:
         losses = core.get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=[iter(range(pipeline.num_micro_batches)) for _ in self.chunks],
-            model=list(map(_module, self.chunks)),
+            model=[chunk.module for chunk in self.chunks],
             num_microbatches=pipeline.num_micro_batches,
             seq_length=self.world.grid.plan.sequence_length,
             micro_batch_size=pipeline.micro_batch_size,

@@ -205,12 +205,7 @@ class _RandomSource:
     def __init__(self, case: ProfileCase) -> None:
         shape = (case.micro_batch_size, case.sequence_length)
         tokens = torch.from_numpy(np.random.default_rng(0).integers(case.model.vocab_size, size=shape))
-        resets = {
-            "eod_id": 0 if _resets(case) else None,
-            "reset_position_ids": case.data is not None and case.data.reset_position_ids,
-            "reset_attention": case.data is not None and case.data.reset_attention,
-            "reset_filter": case.data is not None and case.data.reset_filter,
-        }
+        resets = {"eod_id": None} if case.data is None else case.data.resets_after(0)
         self._batch = make_micro_batch(tokens, tokens, resets=resets, device=case.device)
 
     def take(self, micro_batch: int) -> MicroBatch:

@@ -180,7 +180,7 @@ def _resets(job: Job) -> bool:
 
 def _share(job: Job, runtime: RankRuntime) -> Share:
     """What this rank reads of each batch: what its stages need, of the micro-batches that it runs."""
-    data, resets = job.run.data, _resets(job)
+    resets = _resets(job)
     needs = {
         stage: stage_needs(cast(Transformer, part), resets=resets) for stage, part in runtime.parts.items()
     }
@@ -191,12 +191,7 @@ def _share(job: Job, runtime: RankRuntime) -> Share:
         takers=Counter(step.micro_batch for step in forwards if any(needs[step.stage])),
         with_tokens=any(tokens for tokens, _ in needs.values()),
         with_targets=frozenset(step.micro_batch for step in forwards if needs[step.stage][1]),
-        resets={
-            "eod_id": job.tokenizer.eod_id if job.tokenizer is not None and resets else None,
-            "reset_position_ids": data.reset_position_ids,
-            "reset_attention": data.reset_attention,
-            "reset_filter": data.reset_filter,
-        },
+        resets=job.run.data.resets_after(job.tokenizer.eod_id if job.tokenizer and resets else None),
         device=job.device,
     )
 
