@@ -215,17 +215,16 @@ def faults_of(problem: PlanProblem, search: SearchConfig, plan: Plan) -> Iterato
 
 def _key_faults(problem: PlanProblem, search: SearchConfig, plan: Plan) -> Iterator[str]:
     """Values that a search key excludes."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     counts = [pipeline.num_micro_batches for pipeline in plan.pipelines]
     sizes = [pipeline.micro_batch_size for pipeline in plan.pipelines]
     found: dict[str, set[Any]] = {
-        "tensor": {len(replica) for stage in stages for replica in stage.replicas},
+        "tensor": {len(replica) for stage in plan.stages for replica in stage.replicas},
         "pipelines": {len(plan.pipelines)},
         "num_micro_batches": set(counts),
         "micro_batch_size": set(sizes),
-        "replicas": {len(stage.replicas) for stage in stages},
+        "replicas": {len(stage.replicas) for stage in plan.stages},
         "optimizer_sharding": {plan.optimizer_sharding},
-        "recompute": {stage.recompute for stage in stages if stage.num_blocks},
+        "recompute": {stage.recompute for stage in plan.stages if stage.num_blocks},
         "schedule": {plan.schedule},
     }
     for name, values in found.items():
@@ -261,7 +260,7 @@ def least_bytes(problem: PlanProblem, plan: Plan) -> list[float]:
     state, and what its micro-batches in flight keep. Not counted: work space, buffers, messages, pages,
     experts of groups that divide them, activations of layers that leave the card."""
     owned: defaultdict[int, float] = defaultdict(float)
-    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+    for stage in plan.stages:
         for layer in range(math.floor(stage.layers[0]), math.ceil(stage.layers[1])):
             owned[layer] += stage.optimizer_share * len(stage.replicas)
     needed = [float(problem.cluster.device_type(entry.type).reserved) for entry in plan.ranks]

@@ -345,9 +345,8 @@ def stage_table(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         plan, expected = row.plan, [forecast_busy(row.plan, round_.cost) for round_ in row.rounds]
-        stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
         for rank, entry in enumerate(plan.ranks):
-            layers = sum(stage.num_layers for stage in stages if rank in stage.ranks)
+            layers = sum(stage.num_layers for stage in plan.stages if rank in stage.ranks)
             forecast = statistics.median(busy[rank] for busy in expected)
             measured = statistics.median(step[rank] for round_ in row.rounds for step in round_.busy)
             idle = 1 - forecast / row.forecast

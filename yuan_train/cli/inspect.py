@@ -230,7 +230,7 @@ def inspect_rl_plan(path: Path) -> Facts:
                 "engine": e,
                 "share": round(share, 4),
                 "slots": generation.slots or pipeline.num_sequences,
-                "cards": sorted({engines.ranks[rank].type for s in pipeline.stages for rank in s.ranks}),
+                "cards": sorted({engines.ranks[rank].type for rank in pipeline.ranks}),
             }
             for e, (pipeline, share) in enumerate(zip(engines.pipelines, plan.engine_shares, strict=True))
         ]

@@ -113,7 +113,7 @@ def is_expressible(plan: Plan) -> bool:
 
 def plan_reasons(plan: Plan) -> Iterator[str]:
     """Yield every reason why megatron-core cannot run a plan."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    stages = plan.stages
     widths = sorted({len(replica) for stage in stages for replica in stage.replicas})
     if len(widths) > 1:
         words = " and ".join(map(str, widths))
@@ -134,7 +134,7 @@ def plan_reasons(plan: Plan) -> Iterator[str]:
     yield from _card_reasons(plan)
 
 
-def _stage_reasons(stages: list[StagePlan]) -> Iterator[str]:
+def _stage_reasons(stages: Sequence[StagePlan]) -> Iterator[str]:
     if any(stage.in_flight for stage in stages):
         yield "in_flight; megatron-core's schedule decides how many micro-batches are in flight"
     if any(stage.optimizer_share != 1 for stage in stages):
@@ -194,7 +194,7 @@ def _expert_reasons(plan: Plan, widths: list[int]) -> Iterator[str]:
         yield "ranks that divide a layer's experts; not written for megatron-core"
     if plan.model.balance is not None:
         yield f"balance: {plan.model.balance}; the experts' load is evened by our engine alone"
-    if any(stage.num_recomputed for pipeline in plan.pipelines for stage in pipeline.stages):
+    if any(stage.num_recomputed for stage in plan.stages):
         yield "recompute of layers with experts; megatron-core would choose a token's experts again"
 
 

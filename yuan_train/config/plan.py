@@ -151,6 +151,11 @@ class PipelinePlan:
         """Sequences per step that this pipeline processes."""
         return self.micro_batch_size * self.num_micro_batches
 
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        """All ranks of the pipeline."""
+        return frozenset(rank for stage in self.stages for rank in stage.ranks)
+
     def micro_batches_of(self, stage: StagePlan, number: int) -> int:
         """How many micro-batches of a step a stage's replica of that number computes."""
         return len(range(number, self.num_micro_batches, len(stage.replicas)))
@@ -295,23 +300,32 @@ class Plan:
         return len(self.ranks)
 
     @cached_property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Those of all pipelines."""
+        return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
+
+    def pipeline_of(self, rank: int) -> PipelinePlan:
+        """The pipeline in which a rank works."""
+        return next(pipeline for pipeline in self.pipelines if rank in pipeline.ranks)
+
+    @cached_property
     def optimizer_shares(self) -> tuple[float, ...]:
         """The `optimizer_share` of each rank, by rank."""
-        shares = {
-            rank: stage.optimizer_share
-            for pipeline in self.pipelines
-            for stage in pipeline.stages
-            for rank in stage.ranks
-        }
+        shares = {rank: stage.optimizer_share for stage in self.stages for rank in stage.ranks}
         return tuple(shares[rank] for rank in range(self.world_size))
 
     @cached_property
     def divided_layers(self) -> frozenset[int]:
         """The layers that some pipeline cuts between attention and feed-forward."""
-        borders = {
-            border for pipeline in self.pipelines for stage in pipeline.stages for border in stage.layers
-        }
+        borders = {border for stage in self.stages for border in stage.layers}
         return frozenset(int(border) for border in borders if border % 1)
+
+    @cached_property
+    def paged_layers(self) -> frozenset[int]:
+        """The layers that are pages of their hosts; their stages hold whole layers."""
+        return frozenset(
+            int(stage.layers[0]) + layer for stage in self.stages for layer in range(stage.parameter_offload)
+        )
 
     @cached_property
     def cards_by_type(self) -> dict[str, int]:
@@ -411,14 +425,10 @@ def layer_units(plan: Plan) -> Iterator[tuple[str, float, float]]:
 def whole_layers(plan: Plan) -> frozenset[int]:
     """The numbers, among all units of a plan, of layers that no pipeline divides and that are no page of a
     host."""
-    pages = {
-        int(stage.layers[0]) + layer
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for layer in range(stage.parameter_offload)
-    }
     units = enumerate(layer_units(plan), start=1)
-    return frozenset(u for u, (_, first, end) in units if end - first == 1 and first not in pages)
+    return frozenset(
+        u for u, (_, first, end) in units if end - first == 1 and first not in plan.paged_layers
+    )
 
 
 def plan_unit_parameters(plan: Plan) -> tuple[int, ...]:
@@ -454,8 +464,7 @@ def expert_cuts(divisions: Iterable[tuple[tuple[int, int], ...]]) -> tuple[tuple
 
 def divides_experts(plan: Plan) -> bool:
     """Whether the ranks of some replica share the experts of their layers."""
-    stages = (stage for pipeline in plan.pipelines for stage in pipeline.stages)
-    return bool(plan.model.num_experts) and any(len(stage.replicas[0]) > 1 for stage in stages)
+    return bool(plan.model.num_experts) and any(len(stage.replicas[0]) > 1 for stage in plan.stages)
 
 
 def expert_parameters(model: ModelConfig) -> int:
@@ -505,8 +514,7 @@ def snapshot_bytes(
         layer = min(max(unit - 1, 0), plan.model.num_layers - 1)
         holders = [
             rank
-            for pipeline in plan.pipelines
-            for stage in pipeline.stages
+            for stage in plan.stages
             if stage.layers[0] < layer + 1 and layer < stage.layers[1]
             for rank in stage.ranks
         ]
@@ -522,10 +530,9 @@ def unlike_owners(plan: Plan) -> tuple[int, int] | None:
     all processors. With a sharded optimizer each element has one owner, but what is whole on the ranks of a
     tensor-parallel group.
     """
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     kinds = {name: _arithmetic(plan.find_type(name)) or name for name in {e.type for e in plan.ranks}}
     types = {entry.rank: kinds[entry.type] for entry in plan.ranks}
-    for replica in (replica for stage in stages for replica in stage.replicas):
+    for replica in (replica for stage in plan.stages for replica in stage.replicas):
         for rank in replica:
             if types[rank] != types[replica[0]]:
                 return replica[0], rank
@@ -533,7 +540,7 @@ def unlike_owners(plan: Plan) -> tuple[int, int] | None:
         return None
     holders: dict[int, tuple[int, object]] = {}
     last = num_units(plan) - 1
-    for stage in stages:
+    for stage in plan.stages:
         units = set(stage_unit_range(plan, stage))
         if plan.model.tie_embeddings and last in units:
             units.add(0)

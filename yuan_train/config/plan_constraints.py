@@ -52,7 +52,7 @@ def validate_plan(plan: Plan) -> Iterator[Violation]:
 
 def _token_constraints(plan: Plan) -> Iterator[Violation]:
     """Cards that share experts, or that have no group, have nothing that divides the tokens."""
-    widths = {len(stage.replicas[0]) for pipeline in plan.pipelines for stage in pipeline.stages}
+    widths = {len(stage.replicas[0]) for stage in plan.stages}
     if not plan.sequence_parallel:
         return
     path, length = ("sequence_parallel",), plan.sequence_length
@@ -338,7 +338,7 @@ def restart_reason(before: Plan, after: Plan, run: RunConfig) -> str | None:
     if run.train.compile:
         return "layers are compiled (train.compile)"
     for plan in (before, after):
-        for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        for stage in plan.stages:
             for key in ("optimizer_offload", "activation_offload", "parameter_offload"):
                 if getattr(stage, key):
                     return f"the plan puts something on hosts ({key})"
@@ -464,8 +464,7 @@ def disk_constraints(pipeline: PipelinePlan) -> Iterator[Violation]:
 def check_tiers(plan: Plan, run: RunConfig) -> None:
     """Check the run's options for state that is not on the card. Raises ConfigError, or PlanError for a plan
     that needs a disk without a directory on one."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    on_disk = any(stage.optimizer_disk for stage in stages)
+    on_disk = any(stage.optimizer_disk for stage in plan.stages)
     if on_disk and run.memory.disk_directory is None:
         raise PlanError(
             "optimizer_disk: the plan puts optimizer state on disks, but memory.disk_directory is not given; "

@@ -220,12 +220,7 @@ class Grid:
     @cached_property
     def paged_units(self) -> frozenset[str]:
         """The layers that are pages of their hosts; their stages hold whole layers."""
-        return frozenset(
-            f"layers.{int(stage.layers[0]) + layer}"
-            for pipeline in self.plan.pipelines
-            for stage in pipeline.stages
-            for layer in range(stage.parameter_offload)
-        )
+        return frozenset(f"layers.{layer}" for layer in self.plan.paged_layers)
 
     def _unit_parameters(self, units: Sequence[str]) -> tuple[int, ...]:
         """Parameters of each unit; experts that ranks share are in buckets of their own."""
@@ -261,7 +256,7 @@ class Grid:
         """By unit with experts and by replica: the experts of each rank, contiguous ranges in order."""
         names = self._unit_names
         found: dict[str, dict[Replica, tuple[tuple[int, int], ...]]] = {}
-        for stage in (stage for pipeline in self.plan.pipelines for stage in pipeline.stages):
+        for stage in self.plan.stages:
             ranges = expert_ranges(self.plan.model, stage) or ((0, self.plan.model.num_experts),)
             for unit in filter(has_experts, (names[n] for n in stage_unit_range(self.plan, stage))):
                 found.setdefault(unit, {}).update(dict.fromkeys(stage.replicas, ranges))
@@ -292,7 +287,7 @@ class Grid:
     def _owners(self) -> Iterator[tuple[str, tuple[Replica, ...]]]:
         names = self._unit_names
         holders: list[list[Replica]] = [[] for _ in names]
-        for stage in (stage for pipeline in self.plan.pipelines for stage in pipeline.stages):
+        for stage in self.plan.stages:
             for unit in stage_unit_range(self.plan, stage):
                 holders[unit] += stage.replicas
         if self.plan.model.tie_embeddings:

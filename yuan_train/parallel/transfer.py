@@ -54,7 +54,7 @@ def plan_holdings(plan: Plan, first_rank: int = 0) -> dict[int, dict[str, Shard]
     Parts without elements are left out, as those of a rank that holds none of a layer's experts.
     """
     found: dict[int, dict[str, Shard]] = defaultdict(dict)
-    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+    for stage in plan.stages:
         experts = expert_ranges(plan.model, stage)
         for replica in stage.replicas:
             for index, rank in enumerate(replica):

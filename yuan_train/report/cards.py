@@ -113,7 +113,7 @@ def waits_for(run: RunLog) -> dict[int, int]:
     found: dict[int, int] = {}
     longest = max(seconds, key=seconds.__getitem__)
     for pipeline in run.plan.pipelines:
-        own = {rank for stage in pipeline.stages for rank in stage.ranks} & seconds.keys()
+        own = pipeline.ranks & seconds.keys()
         slowest = max(own, key=seconds.__getitem__, default=longest)
         for rank in own:
             for other in (slowest, longest):

@@ -155,7 +155,7 @@ def engine_ranks(roles: RlPlan) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for pipeline in engines.pipelines:
         leader = pipeline.stages[0].replicas[0][0]
-        others = sorted({rank for stage in pipeline.stages for rank in stage.ranks} - {leader})
+        others = sorted(pipeline.ranks - {leader})
         found.append(tuple(first + rank for rank in (leader, *others)))
     return found
 

@@ -21,7 +21,6 @@ import torch
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import ConfigError, YuanError
 from yuan_train.config.load import as_plain, dump, write_text
-from yuan_train.config.plan import PipelinePlan
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.board import Board
@@ -287,17 +286,7 @@ def _first_rank(job: RLJob) -> int | None:
     generate."""
     if job.generates_apart:
         return 0 if job.http is not None else None
-    return min(_ranks_of(_pipeline_of(job)))
-
-
-def _pipeline_of(job: RLJob) -> PipelinePlan:
-    """This rank's."""
-    rank = job.policy.position.rank
-    return next(p for p in job.policy.plan.pipelines if rank in _ranks_of(p))
-
-
-def _ranks_of(pipeline: PipelinePlan) -> set[int]:
-    return {rank for stage in pipeline.stages for rank in stage.ranks}
+    return min(job.policy.plan.pipeline_of(job.policy.position.rank).ranks)
 
 
 HelperT = TypeVar("HelperT", Scorers, Environments)
@@ -330,7 +319,8 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
         device=policy.device.torch,
     )
     plan = policy.plan
-    feed = RowFeed(micro_batch_size=_pipeline_of(job).micro_batch_size, device=policy.device)
+    pipeline = plan.pipeline_of(policy.position.rank)
+    feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
     trainer, progress, renewal = _build(job, feed, loss, apart)
     reference = renewal.reference if renewal is not None else None
     critic = Critic(job, feed) if run.critic is not None else None

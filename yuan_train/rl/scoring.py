@@ -144,8 +144,7 @@ def serve_scores(job: ScoringJob) -> None:
 
 
 def _serve(job: ScoringJob, position: RolePosition) -> None:
-    pipelines = job.own.plan.pipelines
-    pipeline = next(p for p in pipelines if position.rank in {r for s in p.stages for r in s.ranks})
+    pipeline = job.own.plan.pipeline_of(position.rank)
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=job.own.device)
     trainer, _ = build(job.own, feed=feed, trained=False)
     take = _fill(job, trainer, position)

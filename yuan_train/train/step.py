@@ -372,7 +372,7 @@ def begin_pass(
 def disk_note(plan: Plan, runtime: RankRuntime) -> str | None:
     """How much a step writes to all disks, and whether through the page cache; None without such state.
     Collective over all ranks."""
-    if not any(stage.optimizer_disk for pipeline in plan.pipelines for stage in pipeline.stages):
+    if not any(stage.optimizer_disk for stage in plan.stages):
         return None
     file = _file(runtime)
     totals = torch.zeros(2, dtype=torch.float64)

@@ -22,11 +22,10 @@ from yuan_train.planner.costs.workload import TokenRows, UnitWork, half_shares, 
 def divides_alike(plan: Plan) -> bool:
     """Whether all pipelines divide the experts of each layer alike."""
     counts: dict[int, tuple[int, ...]] = {}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            own = stage_experts(plan, stage)
-            if any(counts.setdefault(unit, own) != own for unit in stage_unit_range(plan, stage)):
-                return False
+    for stage in plan.stages:
+        own = stage_experts(plan, stage)
+        if any(counts.setdefault(unit, own) != own for unit in stage_unit_range(plan, stage)):
+            return False
     return True
 
 

@@ -119,10 +119,7 @@ def _with_experts(
     layers, one bucket for each card of a replica, as `Grid.buckets` has them."""
     experts = plans.expert_parameters(plan.model)
     counts = {
-        u: stage_experts(plan, stage)
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for u in plans.stage_unit_range(plan, stage)
+        u: stage_experts(plan, stage) for stage in plan.stages for u in plans.stage_unit_range(plan, stage)
     }
     # A layer, or its feed-forward: the half that ends where a layer does.
     has_experts = [False, *(end % 1 == 0 for _, _, end in plans.layer_units(plan)), False]

@@ -97,7 +97,7 @@ def describe_shape(candidate: Candidate) -> str:
         + (str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"),
         plan.schedule,
     ]
-    widths = sorted({len(r) for p in plan.pipelines for stage in p.stages for r in stage.replicas})
+    widths = sorted({len(r) for stage in plan.stages for r in stage.replicas})
     if widths != [1]:
         what = "experts over" if divides_experts(plan) else "tensor width"
         words.append(f"{what} {'/'.join(map(str, widths))}" + " cards" * divides_experts(plan))

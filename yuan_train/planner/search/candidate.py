@@ -79,8 +79,7 @@ def is_wanted(plan: Plan, options: Options) -> bool:
     if not _keeps_keys(plan, options) or next(validate_plan(plan), None) is not None:
         return False
     # With pages of a host no state is sharded.
-    pages = any(stage.parameter_offload for pipeline in plan.pipelines for stage in pipeline.stages)
-    spared = pages or divides_experts(plan)
+    spared = bool(plan.paged_layers) or divides_experts(plan)
     if True in options.sharded and not spared and unlike_owners(plan) is not None:
         return False
     return not options.expressible or is_expressible(plan)
@@ -88,7 +87,7 @@ def is_wanted(plan: Plan, options: Options) -> bool:
 
 def _keeps_keys(plan: Plan, options: Options) -> bool:
     """Whether a plan has only what the search keys allow; hosts, disks and idle cards are not asked for."""
-    counts, stages = options.num_micro_batches, [stage for p in plan.pipelines for stage in p.stages]
+    counts, stages = options.num_micro_batches, plan.stages
     widths = {len(replica) for stage in stages for replica in stage.replicas}
     return (
         (divides_experts(plan) or widths <= set(options.tensor))
@@ -103,11 +102,10 @@ def _keeps_keys(plan: Plan, options: Options) -> bool:
 
 def beside_cards(plan: Plan) -> int:
     """What a plan uses beside cards: 0 nothing, 1 state on hosts, 2 activations too, 3 pages or disks."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     tiers = (
-        any(stage.optimizer_offload for stage in stages),
-        any(stage.activation_offload for stage in stages),
-        any(stage.parameter_offload or stage.optimizer_disk for stage in stages),
+        any(stage.optimizer_offload for stage in plan.stages),
+        any(stage.activation_offload for stage in plan.stages),
+        any(stage.parameter_offload or stage.optimizer_disk for stage in plan.stages),
     )
     return max(number * used for number, used in enumerate(tiers, 1))
 

@@ -48,7 +48,7 @@ def keep_to_cards(ranked: Sequence[Candidate]) -> tuple[list[Candidate], Candida
 
 def burdens(plan: Plan) -> tuple[int, ...]:
     """How much a plan has of each of NAMES."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    stages = plan.stages
     types = [entry.type for entry in plan.ranks]
     kinds = {
         tuple((s.layers, tuple(types[rank] for rank in s.ranks), len(s.replicas)) for s in pipeline.stages)
