@@ -261,23 +261,18 @@ def _raise(reasons: tuple[str, ...] | Iterator[str]) -> None:
 
 def to_layout(pipeline: PipelinePlan) -> str:
     """The cut as megatron-core's --pipeline-model-parallel-layout. Raises PlanError if it divides layers."""
-    _check_whole(pipeline, "Megatron-LM's layouts")
     words: list[str] = []
-    for stage in pipeline.stages:
-        layers = "t" if stage.num_layers == 1 else f"t*{stage.num_layers}" if stage.num_layers else ""
-        parts = [part for part in ("E" * stage.embedding, layers, "L" * stage.head) if part]
-        words.append("".join(parts) if len(parts) < 2 or "*" not in layers else ",".join(parts))
-    return "|".join(words)
-
-
-def _check_whole(pipeline: PipelinePlan, notation: str) -> None:
     for s, stage in enumerate(pipeline.stages):
         if any(border % 1 for border in stage.layers):
             first, end = stage.layers
             raise PlanError(
-                f"stage {s} holds layers [{first}, {end}), which cuts a layer in two; {notation} "
+                f"stage {s} holds layers [{first}, {end}), which cuts a layer in two; Megatron-LM's layouts "
                 "have whole layers only: use the plan itself"
             )
+        layers = "t" if stage.num_layers == 1 else f"t*{stage.num_layers}" if stage.num_layers else ""
+        parts = [part for part in ("E" * stage.embedding, layers, "L" * stage.head) if part]
+        words.append("".join(parts) if len(parts) < 2 or "*" not in layers else ",".join(parts))
+    return "|".join(words)
 
 
 # --- hand-made cuts -----------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ Each role has ranks of its own, counted from 0; the ranks of the job run role by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from yuan_train.config.document import Document, is_mapping, read_document
+from yuan_train.config.document import Document, Keys, is_mapping, read_document
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.load import build, dump, write_text
 from yuan_train.config.plan import Plan, RankPlan
@@ -205,7 +205,8 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
     for name, own in plan.plans.items():
         for violation in validate_plan(own):
             yield replace(violation, path=("roles", name, "plan", *violation.path))
-        yield from _no_pages(name, own)
+        pages = {"parameter_offload": "pages are written for pretraining alone; leave it out"}
+        yield from _set_by_stages(("roles", name, "plan"), own, pages)
     yield from _mode_constraints(plan)
     yield from _card_constraints(plan)
     yield from _generation_constraints(plan.roles.generation)
@@ -226,29 +227,20 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
             ("roles", "critic"), f"{given} of with and plan; give `with: policy`, or a plan of its own"
         )
     if critic is not None and critic.with_ is not None:
-        yield from _on_cards(plan.roles.policy.plan)
+        # What a policy's stage keeps on its host a critic's would keep there too, which is not there yet.
+        why = "a critic's stage keeps nothing on the host; leave it out"
+        on_hosts = dict.fromkeys(("optimizer_offload", "activation_offload"), why)
+        yield from _set_by_stages(("roles", "policy", "plan"), plan.roles.policy.plan, on_hosts)
 
 
-def _no_pages(name: str, plan: Plan) -> Iterator[Violation]:
+def _set_by_stages(path: Keys, plan: Plan, faults: Mapping[str, str]) -> Iterator[Violation]:
+    """Yield the keys that a stage sets, of some that it may not: with what is wrong with each."""
     for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
-            if stage.parameter_offload:
-                yield Violation(
-                    ("roles", name, "plan", "pipelines", p, "stages", s, "parameter_offload"),
-                    f"{stage.parameter_offload}: pages are written for pretraining alone; leave it out",
-                )
-
-
-def _on_cards(policy: Plan) -> Iterator[Violation]:
-    """What a policy's stage keeps on its host a critic's would keep there too, which is not there yet."""
-    for p, pipeline in enumerate(policy.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            for key in ("optimizer_offload", "activation_offload"):
-                if getattr(stage, key):
-                    yield Violation(
-                        ("roles", "policy", "plan", "pipelines", p, "stages", s, key),
-                        f"{getattr(stage, key)}: a critic's stage keeps nothing on the host; leave it out",
-                    )
+            for key, fault in faults.items():
+                if (value := getattr(stage, key)) not in (0, "none"):
+                    shown = value if isinstance(value, str) else f"{value:g}"
+                    yield Violation((*path, "pipelines", p, "stages", s, key), f"{shown}: {fault}")
 
 
 def _mode_constraints(plan: RlPlan) -> Iterator[Violation]:
@@ -310,26 +302,15 @@ def _sum_of_shares(shares: Sequence[float]) -> Violation:
     return Violation(("roles", "generation", "shares"), f"sum to {sum(shares):g}; they must sum to 1")
 
 
-def _untrained(path: tuple[str, ...], plan: Plan) -> Iterator[Violation]:
+def _untrained(path: Keys, plan: Plan) -> Iterator[Violation]:
     """What only training has: recompute, and the optimizer's keys."""
     idle = "which this role does not do; leave it out"
     if plan.optimizer_sharding:
         yield Violation((*path, "optimizer_sharding"), f"true: optimizer steps, {idle}")
     if plan.sequence_parallel:
         yield Violation((*path, "sequence_parallel"), f"true: less for backwards, {idle}")
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            where = (*path, "pipelines", p, "stages", s)
-            if stage.recompute != "none":
-                yield Violation((*where, "recompute"), f"{stage.recompute}: backwards, {idle}")
-            if stage.activation_offload:
-                yield Violation(
-                    (*where, "activation_offload"), f"{stage.activation_offload}: backwards, {idle}"
-                )
-            if stage.optimizer_offload:
-                yield Violation(
-                    (*where, "optimizer_offload"), f"{stage.optimizer_offload:g}: optimizer steps, {idle}"
-                )
+    faults = dict.fromkeys(("recompute", "activation_offload"), f"backwards, {idle}")
+    yield from _set_by_stages(path, plan, faults | {"optimizer_offload": f"optimizer steps, {idle}"})
 
 
 def _model_constraints(plan: RlPlan) -> Iterator[Violation]:

@@ -795,11 +795,8 @@ def conflicts_of_run(run: RunConfig) -> Iterator[Violation]:
 
 def tier_constraints(run: RunConfig) -> Iterator[Violation]:
     """Yield what state on disks excludes."""
-    if "disk" in run.search.tiers:
-        yield from _disk_constraints(run)
-
-
-def _disk_constraints(run: RunConfig) -> Iterator[Violation]:
+    if "disk" not in run.search.tiers:
+        return
     if run.memory.disk_directory is None:
         what = "disk, but memory.disk_directory is not given; give a directory on a local disk"
     elif run.checkpoint.asynchronous:
