@@ -134,6 +134,11 @@ class LocalizedFilter(nn.Module):
         self.norm = RMSNorm(hidden, config.norm_epsilon, device=device, dtype=dtype)
         self.convolution = ops.localized_filter
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weight and bias of either convolution."""
+        return self.conv1.weight, self.conv1.bias, self.conv2.weight, self.conv2.bias
+
     def forward(
         self,
         u_BSH: Tensor,
@@ -156,25 +161,10 @@ class LocalizedFilter(nn.Module):
 
     def convolve(self, u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
         """Return both convolutions of u [B, S, H], lying as the residual that they are added to."""
-        return self.convolution(
-            u_BSH,
-            self.conv1.weight,
-            self.conv1.bias,
-            self.conv2.weight,
-            self.conv2.bias,
-            document_start=document_start,
-        )
+        return self.convolution(u_BSH, *self.weights, document_start=document_start)
 
     def convolve_step(
         self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None
     ) -> tuple[Tensor, ops.FilterState]:
         """Return both convolutions of the next tokens u [B, S, H], and the state after them."""
-        return ops.localized_filter_step(
-            u_BSH,
-            state,
-            self.conv1.weight,
-            self.conv1.bias,
-            self.conv2.weight,
-            self.conv2.bias,
-            document_start=document_start,
-        )
+        return ops.localized_filter_step(u_BSH, state, *self.weights, document_start=document_start)

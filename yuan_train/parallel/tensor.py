@@ -298,31 +298,20 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 def _parallel_filter(module: Any, layout: _GroupLayout) -> Callable[..., Tensor]:
     def convolve(u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
-        part_BSH = module.convolution(
-            u_BSH,
-            module.conv1.weight,
-            module.conv1.bias,
-            module.conv2.weight,
-            None,
-            document_start=document_start,
-        )
-        return layout.reduce(part_BSH, residual) + module.conv2.bias
+        *weights, bias = module.weights
+        part_BSH = module.convolution(u_BSH, *weights, None, document_start=document_start)
+        return layout.reduce(part_BSH, residual) + bias
 
     return convolve
 
 
 def _parallel_filter_step(module: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
     def convolve_step(u_BSH: Tensor, state: Any, document_start: Tensor | None) -> tuple[Tensor, Any]:
+        *weights, bias = module.weights
         part_BSH, state = ops.localized_filter_step(
-            u_BSH,
-            state,
-            module.conv1.weight,
-            module.conv1.bias,
-            module.conv2.weight,
-            None,
-            document_start=document_start,
+            u_BSH, state, *weights, None, document_start=document_start
         )
-        return reduce_from_tp(part_BSH, group) + module.conv2.bias, state
+        return reduce_from_tp(part_BSH, group) + bias, state
 
     return convolve_step
 
