@@ -18,7 +18,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, by_type
+from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, by_type, equal_parts
 
 NUM_COSTED = 6
 """Plans with the least work on their busiest card, which are costed in full, for each kind of recompute: the
@@ -60,9 +60,8 @@ def _pairings(costs: Costs, cards: Sequence[Card], options: Options) -> Iterator
         if options.use_all_devices and len(types) > 2:
             return
         for num_pairs in _divisors(math.gcd(len(types[first]), len(types[second]))):
-            pairs = list(
-                zip(_grouped(types[first], num_pairs), _grouped(types[second], num_pairs), strict=True)
-            )
+            parts = (equal_parts(types[name], num_pairs) for name in (first, second))
+            pairs = list(zip(*parts, strict=True))
             for num_pipelines in options.pipelines or _divisors(num_pairs):
                 yield from _of_pairs(costs, pairs, num_pipelines, options)
 
@@ -92,12 +91,6 @@ def _of_pairs(
 
 def _divisors(number: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, number + 1) if number % d == 0)
-
-
-def _grouped(cards: Sequence[Card], count: int) -> list[tuple[Card, ...]]:
-    """Neighbouring cards, in so many equal groups."""
-    size = len(cards) // count
-    return [tuple(cards[i : i + size]) for i in range(0, len(cards), size)]
 
 
 def _layers_of(num_layers: int, depth: int) -> list[tuple[int, int]]:

@@ -15,7 +15,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Backend
@@ -26,7 +25,7 @@ from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.search import local
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.shapes import Options, Shape, make_plan
+from yuan_train.planner.search.shapes import Options, Shape, equal_parts, make_plan
 from yuan_train.schedule.schedules import in_flight
 
 MAX_FREELY_GROUPED = 6
@@ -43,7 +42,6 @@ LEAST_HOPE = 1.25
 """Divisions are costed if their estimate is within this multiple of the best step: it knows neither deeper
 warm-ups nor partial recompute."""
 
-T = TypeVar("T")
 Grouping = tuple[tuple[Replica, ...], ...]
 """The groups of each stage: one in each pipeline."""
 
@@ -131,17 +129,11 @@ def _alike(cards: Sequence[Card], options: Options) -> Iterator[list[list[Card]]
         for own in nodes:
             kinds.setdefault(tuple(card.type for card in own), []).append(own)
         if all(len(same) % count == 0 for same in kinds.values()):
-            shares = [_shares(same, count) for same in kinds.values()]
+            shares = [equal_parts(same, count) for same in kinds.values()]
             yield [[card for own in shares for node in own[d] for card in node] for d in range(count)]
         elif all(len(own) % count == 0 for own in nodes):
-            shares = [_shares(own, count) for own in nodes]
+            shares = [equal_parts(own, count) for own in nodes]
             yield [[card for own in shares for card in own[d]] for d in range(count)]
-
-
-def _shares(things: Sequence[T], count: int) -> list[Sequence[T]]:
-    """So many equal parts."""
-    size = len(things) // count
-    return [things[d * size : (d + 1) * size] for d in range(count)]
 
 
 def _cuts(cards: Sequence[Card], options: Options) -> list[tuple[int, ...]]:

@@ -207,6 +207,12 @@ def groups_of(cards: Sequence[Card], width: int) -> Iterator[tuple[Card, ...]]:
             yield tuple(own[first : first + width])
 
 
+def equal_parts(things: Sequence[T], count: int) -> list[tuple[T, ...]]:
+    """Neighbouring things, in so many equal parts, which they divide into."""
+    size = len(things) // count
+    return [tuple(things[d * size : (d + 1) * size]) for d in range(count)]
+
+
 def deal_layers(num_layers: int, weights: Sequence[float]) -> list[int]:
     """Layers of each stage in proportion to weights, one at least."""
     ends = [round(num_layers * share / sum(weights)) for share in itertools.accumulate(weights)]
