@@ -247,7 +247,8 @@ def import_hf(
     tensors |= _buffers(model, stored, notes)
     if model.tie_embeddings:
         _check_tied(stored, notes)
-    dtypes = {name: _dtype_name(t.dtype) for name, t in stored.items() if not name.endswith(".inv_freq")}
+    named = ((name, str(t.dtype).removeprefix("torch.")) for name, t in stored.items())
+    dtypes = {name: dtype for name, dtype in named if not name.endswith(".inv_freq")}
     common = Counter(dtypes.values()).most_common(1)[0][0]
     state = weights_state(model, published.resets_of(config)) | {
         "hf": {
@@ -390,10 +391,6 @@ def _check_tied(stored: Mapping[str, LazyTensor], notes: list[str]) -> None:
         )
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float32"}
 """Exported dtype by the precision of the run."""
 
@@ -457,7 +454,8 @@ def export_hf(
     with new_folder(out) as temporary:
         _write_weights(temporary, tensors, shard_bytes)
         _write_configs(temporary, config)
-        _write_code(temporary, published, tokenizer or _tokenizer_of(checkpoint))
+        own = checkpoint.tokenizer and find_tokenizer_file(checkpoint.tokenizer)
+        _write_code(temporary, published, tokenizer or own)
     files = tuple(sorted(path.name for path in out.iterdir()))
     parameters = replace(checkpoint.model, lora=None).parameters
     return Exported(str(out), parameters, len(tensors), common, files)
@@ -620,10 +618,6 @@ def _write_code(temporary: Path, published: PublishedFormat, tokenizer: Path | N
     (temporary / "tokenizer_config.json").write_text(
         json.dumps(tokenizer_config, indent=1) + "\n", encoding="utf-8"
     )
-
-
-def _tokenizer_of(checkpoint: Checkpoint) -> Path | None:
-    return find_tokenizer_file(checkpoint.tokenizer) if checkpoint.tokenizer is not None else None
 
 
 _NO_CONNECTION = {"ConnectionError", "ConnectError", "Timeout", "TimeoutException"}

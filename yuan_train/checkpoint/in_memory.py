@@ -354,10 +354,11 @@ class NodeMemory:
         source = next(self._places[place][0] for place, names in sound.items() if METADATA in names)
         metadata = self._tell(source, (path / METADATA).read_bytes)
         self._together(partial(self._first, self._add_head, path, manifest.text, metadata))
+        on_disk = "there is none on disk" if disk_step is None else f"that on disk is of step {disk_step}"
         return KeptCheckpoint(
             path,
             manifest.state,
-            (f"the newest checkpoint is in the memory of {self._named()}; {_on_disk(disk_step)}",),
+            (f"the newest checkpoint is in the memory of {self._named()}; {on_disk}",),
             disk_step=disk_step,
             fetch=partial(self._fetch, manifest, sound),
         )
@@ -434,10 +435,6 @@ class NodeMemory:
             dist.broadcast_object_list(told, src=rank, group=self._group)
         _raise_first([told[1]])
         return told[0]
-
-
-def _on_disk(step: int | None) -> str:
-    return "there is none on disk" if step is None else f"that on disk is of step {step}"
 
 
 def _check_memory() -> None:

@@ -90,8 +90,5 @@ def node_lines(found: Mapping[str, Facts | str]) -> Iterator[str]:
     reached = {node: facts for node, facts in found.items() if not isinstance(facts, str)}
     for name, by_value in differences(reached).items():
         advice = f" ({MUST_AGREE[name]})" if name in MUST_AGREE else ""
-        yield f"{name} differs: {_show(by_value)}{advice}"
-
-
-def _show(by_value: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{value} on {', '.join(nodes)}" for value, nodes in by_value.items())
+        values = "; ".join(f"{value} on {', '.join(nodes)}" for value, nodes in by_value.items())
+        yield f"{name} differs: {values}{advice}"

@@ -122,19 +122,17 @@ def _encode_chat(tokenizer: Tokenizer, text: str, vocab_size: int, *, is_json: b
 
 def _parse_messages(line: str) -> list[dict[str, str]]:
     """The messages of a line of JSON. Raises DataError."""
+    from yuan_train.data.chat import are_messages
+
     wanted = 'wanted {"messages": [{"role": "user", "content": "..."}]}'
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"--prompts: {line[:60]!r} is not JSON: {error}; {wanted}") from None
     messages = value.get("messages") if isinstance(value, dict) else None
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+    if not are_messages(messages):
         raise DataError(f"--prompts: {line[:60]!r} holds no messages; {wanted}")
     return messages
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def _checked(ids: list[int], vocab_size: int) -> list[int]:

@@ -306,8 +306,10 @@ def merge_profiles(named: Sequence[tuple[str, Profile]]) -> Profile:
             entries.setdefault(key, entry)
         for host in profile.hosts:
             # All cards of a type must have what the planner counts on.
-            slowest = min(host, hosts.get(host.device_type, host), key=_host_rate)
-            hosts[host.device_type] = slowest
+            hosts[host.device_type] = min(
+                (host, hosts.get(host.device_type, host)),
+                key=lambda own: (min(own.host_link_down, own.host_link_up), own.host_step_bytes_per_second),
+            )
         for own in profile.generation:
             generation.setdefault((own.device_type, own.tensor_parallel), own)
         for link in profile.links:
@@ -332,10 +334,6 @@ def _take(links: dict[tuple[str, str], L], ends: tuple[str, str], link: L) -> No
     known = links.get(ends)
     if known is None or (known.like is not None and link.like is None):
         links[ends] = link
-
-
-def _host_rate(host: HostProfile) -> tuple[float, float]:
-    return min(host.host_link_down, host.host_link_up), host.host_step_bytes_per_second
 
 
 def read_profiles(paths: str | None, cluster: Cluster) -> Profile | None:

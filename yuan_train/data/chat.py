@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeGuard
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.tokenizer import Tokenizer
@@ -95,12 +95,16 @@ def check_question(value: Any, where: str) -> None:
 
 
 def _check_form(value: Any, where: str, wanted: str) -> None:
-    if not isinstance(value, list) or not all(map(_is_message, value)):
+    if not are_messages(value):
         raise DataError(f"{where}: not a list of messages; {wanted}")
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+def are_messages(value: Any) -> TypeGuard[list[dict[str, str]]]:
+    """Whether it is a list of messages, each with a role and its content."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+        for one in value
+    )
 
 
 def encode_chat(

@@ -77,10 +77,6 @@ def _find(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"megatron.core{module}"), name)
 
 
-def _version() -> str:
-    return importlib.metadata.version("megatron-core")
-
-
 # It warns of its own defaults, and of what only matters on cards.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
@@ -112,6 +108,6 @@ with warnings.catch_warnings():
     TransformerLayerSubmodules: Any = _find(".transformer.transformer_layer", "TransformerLayerSubmodules")
     layer_offset: Any = _find(".transformer.transformer_layer", "get_transformer_layer_offset")
 
-VERSION = _version()
+VERSION = importlib.metadata.version("megatron-core")
 # It logs each optimizer and each module that it does not know by name.
 logging.getLogger("megatron").setLevel(logging.ERROR)

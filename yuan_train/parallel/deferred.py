@@ -92,7 +92,7 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
         if hasattr(module, "convolution"):
             module.convolution = _filter(deferred)
         if hasattr(module, "wide_linear"):
-            module.wide_linear = _wide_linear(deferred)
+            module.wide_linear = lambda x, weight: _WideLinear.apply(x, weight, deferred)
             added.add(f"{path}.weight")
     styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
     return added | {
@@ -147,10 +147,6 @@ def _experts(module: Any, deferred: DeferredWeightGrads) -> Callable[..., Tensor
         return _Experts.apply(x, module.weight, counts, deferred)  # pyright: ignore[reportReturnType]
 
     return forward
-
-
-def _wide_linear(deferred: DeferredWeightGrads) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, weight: _WideLinear.apply(x, weight, deferred)  # pyright: ignore[reportReturnType]
 
 
 def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:

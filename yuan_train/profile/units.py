@@ -213,10 +213,6 @@ class _RandomSource:
         return self._batch
 
 
-def _resets(case: ProfileCase) -> bool:
-    return case.data is not None and case.data.resets
-
-
 @dataclass(frozen=True)
 class _InFlight:
     """A micro-batch between its forward and its backward."""
@@ -266,7 +262,7 @@ class _Unit:
             self.part,
             _RandomSource(case),
             micro_batch_size=case.micro_batch_size,
-            resets=_resets(case),
+            resets=case.data is not None and case.data.resets,
             seed=0,
             device=case.device,
             deferred=deferred,

@@ -73,10 +73,6 @@ def _feed_forward(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     return sizes.feed_forward(model, out=_out(model))
 
 
-def _layer(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    return (*_attention(model), *_feed_forward(model))
-
-
 def _sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
     feed_forward = sizes.parameters_of(_feed_forward(model))
     return _attention_work(model), sizes.feed_forward_work(model, feed_forward)
@@ -126,7 +122,7 @@ SPEC = ModelSpec(
     takes=frozenset(("attention", "rotary_dim", "rotary_form", *EXPERT_FIELDS)),
     defaults={"attention": "localized_filter"},
     constraints=_constraints,
-    layer=_layer,
+    layer=lambda model: (*_attention(model), *_feed_forward(model)),
     sublayers=_sublayers,
     tensor_sizes=_tensor_sizes,
     held_experts=sizes.held_experts_work,
