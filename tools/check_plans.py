@@ -244,11 +244,11 @@ def _key_faults(problem: PlanProblem, search: SearchConfig, plan: Plan) -> Itera
         yield f"search.half_layers: false, and layers {sorted(plan.divided_layers)} are divided"
     tiers = {
         # What is not in pages is beside them.
-        "optimizer": any(stage.optimizer_offload for stage in stages)
-        and not any(stage.parameter_offload for stage in stages),
-        "activations": any(stage.activation_offload for stage in stages),
-        "parameters": any(stage.parameter_offload for stage in stages),
-        "disk": any(stage.optimizer_disk for stage in stages),
+        "optimizer": any(stage.optimizer_offload for stage in plan.stages)
+        and not any(stage.parameter_offload for stage in plan.stages),
+        "activations": any(stage.activation_offload for stage in plan.stages),
+        "parameters": any(stage.parameter_offload for stage in plan.stages),
+        "disk": any(stage.optimizer_disk for stage in plan.stages),
     }
     away = {name for name, is_used in tiers.items() if is_used}
     if not away <= set(search.tiers):

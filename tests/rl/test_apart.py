@@ -66,7 +66,8 @@ def run_cases(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]])
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     for path, overrides, roles, port in cases:
         as_rank(rank, roles.world_size, port)
-        run_rank(lambda: partial(_prepare_role, load_rl(path, overrides), roles))
+        prepare_rank = partial(_prepare_role, load_rl(path, overrides), roles)
+        run_rank(lambda own=prepare_rank: own)
 
 
 FEW = ("train.steps=3", "train.precision=bf16", "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=1")

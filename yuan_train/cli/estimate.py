@@ -46,7 +46,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=ENGINES,
         help="whose code trains: TRL 0.14 as it was counted, or our own engine, whose methods are full "
-        "and lora (trl-0.14; yuan for layers that only our engine has)"
+        "and lora (trl-0.14; yuan for layers that only our engine has)",
     )
     add("--algorithm", choices=("grpo", "ppo"), help="ppo has a critic: our own engine alone (grpo)")
     add("--reward-model", metavar="M", help="a model that scores on the same cards: our own engine alone")

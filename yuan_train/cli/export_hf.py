@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="default: as imported, or the precision of the run"
+        help="default: as imported, or the precision of the run",
     )
     add("--shard-size", type=float, default=5.0, metavar="GB", help="maximum size of a file, default 5")
     add("--tokenizer", metavar="DIR", help="tokenizer instead of the checkpoint's")

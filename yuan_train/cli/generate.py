@@ -27,7 +27,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--chat",
         action="store_true",
         help="each prompt is a user's message to a chat model; a --prompts file that ends in .jsonl has "
-        '{"messages": [{"role": ..., "content": ...}, ...]} per line'
+        '{"messages": [{"role": ..., "content": ...}, ...]} per line',
     )
     add("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="default 64")

@@ -30,7 +30,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "folder",
         metavar="MODEL",
         help="folder with config.json and the weights; ORG/NAME, fetched from the Hugging Face Hub; or a "
-        "folder of adapters (adapter_config.json)"
+        "folder of adapters (adapter_config.json)",
     )
     add("--base", metavar="CKPT", help="of adapters: the checkpoint of the model they belong to")
     add("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
@@ -38,12 +38,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--rope-base",
         type=float,
         metavar="X",
-        help="base of the rotary frequencies, where config.json has none: Yuan 2.0-M32 of 16K has 40890"
+        help="base of the rotary frequencies, where config.json has none: Yuan 2.0-M32 of 16K has 40890",
     )
     add(
         "--rotary-form",
         choices=get_args(RotaryForm),
-        help="rounding of the rotary tables (docs/m32.md); default: exact"
+        help="rounding of the rotary tables (docs/m32.md); default: exact",
     )
     add("--json", action="store_true", help="print one JSON object on stdout")
 

@@ -24,7 +24,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="*",
         metavar="KIND PREFIX",
-        help="run, cluster, model, rl, plan or rl_plan, and the beginning of a key; without a kind, of all"
+        help="run, cluster, model, rl, plan or rl_plan, and the beginning of a key; without a kind, of all",
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object on stdout")

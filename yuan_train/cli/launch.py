@@ -50,7 +50,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add(
         "--sbatch",
         metavar="OPTIONS",
-        help="with --slurm --print: options for each component, --sbatch=--time=1:00"
+        help="with --slurm --print: options for each component, --sbatch=--time=1:00",
     )
     add("--meet-at", dest="rendezvous", action=_EarlierName, help=argparse.SUPPRESS)
     add("overrides", nargs="*", metavar="key=value", help="changes to the run, such as train.steps=50")

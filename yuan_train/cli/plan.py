@@ -42,41 +42,41 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="F",
         help="a model file, a name of configs/model, a config.json or its folder, or a "
-        "checkpoint; needed without --config"
+        "checkpoint; needed without --config",
     )
     add("--config", metavar="F", help="run file: lengths, batch, precision, search keys")
     add(
         "--profile",
         metavar="F[,F]",
-        help="measured times, from one or several files; without them times are estimated"
+        help="measured times, from one or several files; without them times are estimated",
     )
     add("--out", metavar="F", help="file to write the plan to; without it, only print")
     add(
         "--report",
         type=_report,
         metavar="F.html",
-        help="also write a page with timeline and memory bars; F.svg: a picture"
+        help="also write a page with timeline and memory bars; F.svg: a picture",
     )
     add(
         "--emit",
         choices=("megatron", "yuan"),
-        help="print only the cut: Megatron-LM's --pipeline-model-parallel-layout, or Yuan 2.0's -blocks"
+        help="print only the cut: Megatron-LM's --pipeline-model-parallel-layout, or Yuan 2.0's -blocks",
     )
     add(
         "--largest",
         action="store_true",
-        help="as many layers as fit the cluster, instead of the model's number"
+        help="as many layers as fit the cluster, instead of the model's number",
     )
     add(
         "--explain",
         action="store_true",
         help="plan again with one card more or less, more memory, faster links, a larger batch, and say what "
-        "would gain; with prices, also which nodes are worth their rent"
+        "would gain; with prices, also which nodes are worth their rent",
     )
     add(
         "--verbose",
         action="store_true",
-        help="also print bounds, runners-up, the cut in other tools' notations, and sources of times"
+        help="also print bounds, runners-up, the cut in other tools' notations, and sources of times",
     )
     add("--json", action="store_true", help="print one JSON object on stdout")
     add("overrides", nargs="*", metavar="key=value", help="changes to the run file")

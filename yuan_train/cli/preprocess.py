@@ -29,13 +29,13 @@ def register(parser: argparse.ArgumentParser) -> None:
         choices=["plain", "yuan"],
         default="plain",
         help="yuan: one sample per line of any other file, <n> for a newline, [SEP] between question and "
-        "answer; special strings such as <sep> are recognised"
+        "answer; special strings such as <sep> are recognised",
     )
     add(
         "--messages-key",
         metavar="KEY",
         help="each line is a chat: a list of messages under this key, rendered by the tokenizer's chat "
-        "template; also writes which tokens are answers, for data.loss_on_answers"
+        "template; also writes which tokens are answers, for data.loss_on_answers",
     )
     add("--json", action="store_true", help="print one JSON object on stdout")
 

@@ -74,7 +74,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="FILE",
         help="a model file, a name of configs/model, a config.json or its folder, or a "
-        "checkpoint; needed without --config"
+        "checkpoint; needed without --config",
     )
     add("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
     add("--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision")
@@ -88,7 +88,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add(
         "--all-links",
         action="store_true",
-        help="measure the link of every pair of cards, and not only of two pairs of each kind"
+        help="measure the link of every pair of cards, and not only of two pairs of each kind",
     )
     add("--json", action="store_true", help="print the profile on stdout too")
     add("--this-node", metavar="NAME", help="start a process for each of this node's cards")

@@ -61,7 +61,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--max-length",
         type=int,
         metavar="N",
-        help=f"tokens of a prompt and its answer; default the model's, at most {DEFAULT_LENGTH}"
+        help=f"tokens of a prompt and its answer; default the model's, at most {DEFAULT_LENGTH}",
     )
     add("--timeout", type=float, default=600.0, metavar="S", help="of a request; default 600 s")
     add("--tokenizer", metavar="DIR", help="in place of the one in the checkpoint")
@@ -71,7 +71,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--allow-weights",
         action="store_true",
         help="let requests put other weights in place, as a trainer does; without it no request changes "
-        "anything"
+        "anything",
     )
     add_node_options(parser)
 

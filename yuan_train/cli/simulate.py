@@ -42,19 +42,19 @@ def register(parser: argparse.ArgumentParser) -> None:
     add(
         "--reduce-dtype",
         choices=("fp32", "bf16"),
-        help="of gradients on their way between owners, with --cluster; fp32 if not given"
+        help="of gradients on their way between owners, with --cluster; fp32 if not given",
     )
     add(
         "--bucket-size",
         type=int,
         metavar="N",
-        help="the most parameters reduced in one operation, with --cluster; 40000000 if not given"
+        help="the most parameters reduced in one operation, with --cluster; 40000000 if not given",
     )
     add(
         "--sends",
         choices=("overlapped", "blocking"),
         help="who waits for a message between stages: nobody, or its sender; if not given, "
-        "as the cluster's library has it"
+        "as the cluster's library has it",
     )
     add("--blocking", action="store_const", const="blocking", dest="sends", help="--sends blocking")
     add("--json", action="store_true", help="print one JSON object on stdout")

@@ -426,9 +426,7 @@ def whole_layers(plan: Plan) -> frozenset[int]:
     """The numbers, among all units of a plan, of layers that no pipeline divides and that are no page of a
     host."""
     units = enumerate(layer_units(plan), start=1)
-    return frozenset(
-        u for u, (_, first, end) in units if end - first == 1 and first not in plan.paged_layers
-    )
+    return frozenset(u for u, (_, first, end) in units if end - first == 1 and first not in plan.paged_layers)
 
 
 def plan_unit_parameters(plan: Plan) -> tuple[int, ...]:

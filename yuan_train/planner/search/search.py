@@ -142,7 +142,9 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
     return replace(options, effort=options.effort * (1.0 if thorough else BRIEF))
 
 
-def _nothing_found(space: Space, plans: _Plans, time_limit: float) -> SearchStopped | NoPlanFits | ConfigError:
+def _nothing_found(
+    space: Space, plans: _Plans, time_limit: float
+) -> SearchStopped | NoPlanFits | ConfigError:
     """Why there is no plan."""
     if not plans.any_fits and (space.is_over() or not plans.has_all_shapes):
         return SearchStopped(
