@@ -229,7 +229,7 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
     if critic is not None and critic.with_ is not None:
         # What a policy's stage keeps on its host a critic's would keep there too, which is not there yet.
         why = "a critic's stage keeps nothing on the host; leave it out"
-        on_hosts = dict.fromkeys(("optimizer_offload", "activation_offload"), why)
+        on_hosts: Mapping[str, str] = {"optimizer_offload": why, "activation_offload": why}
         yield from _set_by_stages(("roles", "policy", "plan"), plan.roles.policy.plan, on_hosts)
 
 

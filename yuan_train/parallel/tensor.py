@@ -307,9 +307,9 @@ def _parallel_filter(module: Any, layout: _GroupLayout) -> Callable[..., Tensor]
 
 def _parallel_filter_step(module: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
     def convolve_step(u_BSH: Tensor, state: Any, document_start: Tensor | None) -> tuple[Tensor, Any]:
-        *weights, bias = module.weights
+        first, first_bias, second, bias = module.weights
         part_BSH, state = ops.localized_filter_step(
-            u_BSH, state, *weights, None, document_start=document_start
+            u_BSH, state, first, first_bias, second, None, document_start=document_start
         )
         return reduce_from_tp(part_BSH, group) + bias, state
 
