@@ -2,9 +2,12 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.commands import ask, refuse  # noqa: F401
 
 # Several processes on a busy machine: how long an example takes says nothing about the code.
 settings.register_profile(
@@ -19,6 +22,14 @@ LONGEST = ("test_gpu_day.py", "test_pages.py", "test_plans.py", "test_tiers.py",
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests; the others stay in their order."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.fixture(scope="session")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a small project, whose files nobody changes."""
+    from tests.support.project import make_project
+
+    return make_project(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,24 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.config.test_model import PUBLISHED
 from yuan_train.config.document import parse_document
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import load_model
 from yuan_train.estimate.shape import PUBLISHED_SHAPES, ModelShape, shape_from_config, shape_of, to_model
 
-PUBLISHED = {
-    "Qwen2.5-0.5B": 494_032_768,
-    "Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen2.5-3B": 3_085_938_688,
-    "Qwen2.5-7B": 7_615_616_512,
-    "Qwen2.5-14B": 14_770_033_664,
-    "Qwen2.5-32B": 32_763_876_352,
-    "Llama-3.2-1B": 1_235_814_400,
-    "Llama-3.2-3B": 3_212_749_824,
-    "Llama-3.1-8B": 8_030_261_248,
-    "Llama-3.1-70B": 70_553_706_496,
-    "Llama-3.1-405B": 405_853_388_800,
-}
+COUNTS = PUBLISHED | {"llama3.1-405b": 405_853_388_800}
 TINY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -45,16 +34,14 @@ def shape(**changes: Any) -> ModelShape:
     return shape_from_config(parse_document(json.dumps(values, indent=1), name="config.json"), name="tiny")
 
 
-def test_the_eleven_published_counts() -> None:
-    assert {name: known.parameters for name, known in PUBLISHED_SHAPES.items()} == PUBLISHED
-
-
-def test_the_catalogue_has_the_sizes_of_the_model_files() -> None:
+def test_the_catalogue_has_the_published_counts_and_the_sizes_of_the_model_files() -> None:
     files = {path.stem: path for path in Path("configs/model").glob("*.yaml")}
-    for name, known in PUBLISHED_SHAPES.items():
-        assert to_model(known).parameters == known.parameters
-        if name.lower() in files:
-            assert shape_of(load_model(files[name.lower()])) == replace(known, name=name.lower())
+    assert len(PUBLISHED_SHAPES) == 11
+    for shown, known in PUBLISHED_SHAPES.items():
+        name = shown.lower().replace("llama-", "llama")
+        assert to_model(known).parameters == known.parameters == COUNTS[name]
+        if name in files:
+            assert shape_of(load_model(files[name])) == replace(known, name=name)
 
 
 @pytest.mark.parametrize(

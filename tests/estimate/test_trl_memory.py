@@ -7,20 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.estimate.oxen_table import mean_error, oxen_table
+from tests.estimate.test_shape import shape
 from yuan_train.estimate.memory import Method, Samples, kept_per_token, trl_memory
-from yuan_train.estimate.shape import PUBLISHED_SHAPES, ModelShape
+from yuan_train.estimate.shape import PUBLISHED_SHAPES
 
-TINY = ModelShape(
-    name="tiny",
-    hidden_size=128,
-    num_layers=3,
-    ffn_hidden_size=320,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=64,
-    tie_embeddings=True,
-)
+TINY = shape()
 
 
 def test_bytes_kept_of_a_token_as_hooks_count_them() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.planner.search.test_search import MODEL, card, cluster, find, problem
-from yuan_train.cli.main import main
+from tests.support.commands import Refuse, command
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import LoraConfig
 from yuan_train.config.plan import Plan
@@ -62,7 +62,7 @@ def test_what_no_profile_is_made_of(tmp_path: Path) -> None:
         profile_of_run(adapted, {0: 1.0}, precision="bf16")
 
 
-def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_a_log(tmp_path: Path, refuse: Refuse) -> None:
     given = problem(CARDS)
     plan = find(given, tensor=(1,), use_all_devices=True).best.plan
     measured = [2 * own for _, own in sorted(computing(plan, cost_plan(make_costs(given), plan)).items())]
@@ -71,10 +71,10 @@ def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
         for i in range(1, 9)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["profile", "--of-run", str(tmp_path), "--out", str(tmp_path / "p.json")]) == 2
-    assert "has no plan.yaml" in capsys.readouterr().err
+    words = ("profile", "--of-run", tmp_path, "--out", tmp_path / "p.json")
+    assert "has no plan.yaml" in refuse(*words)
     save_plan(tmp_path / "plan.yaml", plan)
-    assert main(["profile", "--of-run", str(tmp_path), "--out", str(tmp_path / "p.json")]) == 0
+    assert command(*words) == 0
     profile = load_profile(tmp_path / "p.json")
     assert profile.precision == "bf16" and {own.device_type for own in profile.entries} == {"Fast", "Slow"}
     again = computing(plan, cost_plan(make_costs(replace(given, profile=profile)), plan))

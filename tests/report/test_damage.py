@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.commands import Refuse
 from tests.support.logs import write_run
 from yuan_train.cli.main import main
 from yuan_train.report.journal import Journal, read_entries
@@ -155,16 +156,13 @@ def test_what_is_left_out_is_named(whole: Path, tmp_path: Path, capsys: pytest.C
         assert sum(words in line for line in left) == 1, (words, said)
 
 
-def test_another_cluster_than_the_runs_is_refused(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_cluster_than_the_runs_is_refused(whole: Path, tmp_path: Path, refuse: Refuse) -> None:
     for text, words in (("nodes: 3\n", "other.yaml"), (None, "has cards that are not in it")):
         other = tmp_path / "other.yaml"
         found = yaml.safe_load((whole / "cluster.yaml").read_text())
         found["nodes"][0]["name"] = "another"
         other.write_text(text or yaml.safe_dump(found))
-        assert main(["show", str(whole), "--cluster", str(other)]) == 2
-        assert words in capsys.readouterr().err
+        assert words in refuse("show", whole, "--cluster", other)
 
 
 def test_a_run_goes_on_over_a_damaged_log(whole: Path, tmp_path: Path) -> None:

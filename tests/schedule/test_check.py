@@ -152,7 +152,7 @@ def test_a_deadlock_of_compute() -> None:
         "deadlock: the receive gradient of micro-batch 0 on stage 0 waits for the send gradient of "
         "micro-batch 0 on stage 1, which comes after the receive activation of micro-batch 1 on stage 1; "
         "the receive activation of micro-batch 1 on stage 1 waits for the send activation of micro-batch 1 "
-        "on stage 0, which comes after the receive gradient of micro-batch 0 on stage 0",
+        "on stage 0, which comes after the receive gradient of micro-batch 0 on stage 0"
     ]
 
 

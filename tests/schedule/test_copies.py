@@ -123,10 +123,7 @@ def test_what_would_do_is_sought_when_the_text_is_read(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("removed", "fault"),
     [
-        (
-            Step("offload", 0, 0, 0),
-            "evict of part 0 of micro-batch 0 .* on the card, not on its way down",
-        ),
+        (Step("offload", 0, 0, 0), "evict of part 0 of micro-batch 0 .* on the card, not on its way down"),
         (Step("evict", 0, 0, 0), "fetch of part 0 .* on its way down, not on the host"),
         (Step("fetch", 0, 0, 0), "backward of part 0 .* that it needs are on the host"),
         (Step("backward", 0, 0, 0), "still on its way up at the end"),

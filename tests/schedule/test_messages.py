@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 
+from tests.schedule.test_workers import loop, v_shape
 from yuan_train.schedule.check import check_schedule
 from yuan_train.schedule.messages import arrivals_proven, post_early, receive_for, send_after
 from yuan_train.schedule.schedules import forward_only, make_schedule
@@ -14,21 +15,13 @@ from yuan_train.schedule.step import RECEIVE_OF, Kind, Schedule, Step, Workers, 
 UNITS = {"forward": 2.0, "backward": 4.0, "backward_input": 2.0, "backward_weight": 2.0}
 
 
-def v_shape(num: int) -> Workers:
-    return tuple((worker,) for worker in (*range(num), *reversed(range(num))))
-
-
-def loop(num: int, rounds: int) -> Workers:
-    return tuple((worker,) for worker in range(num)) * rounds
-
-
 CASES: list[tuple[str, Workers, tuple[int, ...] | None]] = [
     ("1f1b", one_worker_each(2), None),
     ("1f1b", one_worker_each(4), None),
     ("gpipe", one_worker_each(4), None),
     ("zero_bubble", one_worker_each(4), None),
     ("zero_bubble", v_shape(4), None),
-    ("interleaved_1f1b", loop(4, 2), None),
+    ("interleaved_1f1b", loop(4), None),
     ("interleaved_1f1b", loop(4, 3), None),
     ("interleaved_1f1b", ((0,), (1,), (0,)), None),
     ("1f1b", one_worker_each(2), (3, 1)),

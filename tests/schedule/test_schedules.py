@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schedule.test_workers import UNITS, seconds_of
 from yuan_train.schedule.check import check_schedule, peak_in_flight
 from yuan_train.schedule.schedules import forward_only, gpipe, make_schedule, one_forward_one_backward
-from yuan_train.schedule.step import RankProgram, Schedule, Step
+from yuan_train.schedule.step import RankProgram, one_worker_each
 
 stages = st.integers(1, 7)
 micro_batches = st.integers(1, 12)
@@ -17,26 +18,6 @@ UNSPLIT = ("1f1b", "gpipe")
 def compute(program: RankProgram) -> list[str]:
     """The compute steps of a program, as `F0`, `F1`, `B0`, ..."""
     return [f"{step.kind[0].upper()}{step.micro_batch}" for step in program if step.is_compute]
-
-
-def seconds_of(schedule: Schedule, *, forward: list[float], backward: list[float]) -> float:
-    """When the last step ends, with free messages: each compute step waits for its stage and its input."""
-    ended: dict[Step, float] = {}
-    clock = [0.0] * len(schedule)
-    remaining = [[step for step in program if step.is_compute] for program in schedule]
-    while any(remaining):
-        for s, program in enumerate(remaining):
-            while program:
-                step = program[0]
-                neighbour = s - 1 if step.kind == "forward" else s + 1
-                needed = Step(step.kind, neighbour, step.micro_batch)
-                inside = 0 <= neighbour < len(schedule)
-                if inside and needed not in ended:
-                    break
-                seconds = (forward if step.kind == "forward" else backward)[s]
-                clock[s] = max(clock[s], ended[needed] if inside else 0.0) + seconds
-                ended[program.pop(0)] = clock[s]
-    return max(clock)
 
 
 def test_one_forward_one_backward_by_hand() -> None:
@@ -68,16 +49,16 @@ def test_equal_stages_take_the_closed_form(num_stages: int, num_micro_batches: i
     # (m + S - 1)(f + b) for both schedules; powers of two keep the sums exact.
     for schedule in UNSPLIT:
         schedule = make_schedule(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
-        seconds = seconds_of(schedule, forward=[1.0] * num_stages, backward=[2.0] * num_stages)
+        seconds = seconds_of(schedule, one_worker_each(num_stages), lambda step: UNITS[step.kind])
         assert seconds == (num_micro_batches + num_stages - 1) * 3.0
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), micro_batches)
 def test_unequal_stages_are_never_faster_than_the_slowest(times: list[int], num_micro_batches: int) -> None:
-    forward, backward = [float(t) for t in times], [2.0 * t for t in times]
     for schedule in UNSPLIT:
         schedule = make_schedule(schedule, num_stages=len(times), num_micro_batches=num_micro_batches)
-        seconds = seconds_of(schedule, forward=forward, backward=backward)
+        workers = one_worker_each(len(times))
+        seconds = seconds_of(schedule, workers, lambda step: UNITS[step.kind] * times[step.stage])
         assert seconds >= 3.0 * max(times) * num_micro_batches
         assert seconds >= 3.0 * sum(times)
         if num_micro_batches == 1:

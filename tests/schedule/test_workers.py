@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +15,10 @@ from yuan_train.schedule.step import Schedule, Step, Workers, num_workers, one_w
 UNITS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 
 
-def bubble(schedule: Schedule, workers: Workers) -> float:
-    """Share of idle time with free messages and F = I = W = 1."""
-    clock, position = [0] * len(schedule), [0] * len(schedule)
-    ended: dict[Step, int] = {}
+def seconds_of(schedule: Schedule, workers: Workers, seconds: Callable[[Step], float]) -> float:
+    """When the last step ends, with free messages: each compute step waits for its worker and its input."""
+    clock, position = [0.0] * len(schedule), [0] * len(schedule)
+    ended: dict[Step, float] = {}
     remaining = sum(map(len, schedule))
     while remaining:
         before = remaining
@@ -29,13 +31,18 @@ def bubble(schedule: Schedule, workers: Workers) -> float:
                     inside = 0 <= neighbour < len(workers) and step.kind != "backward_weight"
                     if inside and needed not in ended:
                         break
-                    clock[worker] = max(clock[worker], ended[needed] if inside else 0) + UNITS[step.kind]
+                    clock[worker] = max(clock[worker], ended[needed] if inside else 0.0) + seconds(step)
                     ended[step] = clock[worker]
                 position[worker] += 1
                 remaining -= 1
         assert remaining < before, "the schedule deadlocks"
+    return max(clock)
+
+
+def bubble(schedule: Schedule, workers: Workers) -> float:
+    """Share of idle time with free messages and F = I = W = 1."""
     busy = sum(UNITS[step.kind] for program in schedule for step in program if step.is_compute)
-    return 1 - busy / (max(clock) * len(schedule))
+    return 1 - busy / (seconds_of(schedule, workers, lambda step: UNITS[step.kind]) * len(schedule))
 
 
 def v_shape(num: int) -> Workers:

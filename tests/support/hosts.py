@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from tests.support.project import make_project, parse_plan, run_config
+from tests.support.project import make_project, on_devices, parse_plan, run_config
 from yuan_train.config.plan_constraints import save_plan
 
 SSH = """#!{python}
@@ -24,6 +23,15 @@ with open({hosts!r} + "/calls", "a") as log:
 print("Welcome to " + host, file=sys.stderr, flush=True)
 os.execvp("sh", ["sh", "-c", script])
 """
+ANSWERING_SSH = """#!{python}
+import os, sys
+host, *words = sys.argv[1:]
+if host.startswith("lost"):
+    sys.exit("ssh: connect to host " + host + " port 22: No route to host")
+print("Welcome to " + host, flush=True)
+answer = {folder!r} + "/" + host + ".json"
+os.execvp("sh", ["sh", "-c", "cat " + answer if os.path.exists(answer) else " ".join(words)])
+"""
 SRUN = """#!{python}
 import os, sys
 words = sys.argv[1:]
@@ -35,6 +43,14 @@ words = [word.replace({here!r}, {hosts!r} + "/" + host) for word in words]
 os.execvp(words[0], words)
 """
 SCONTROL = '#!/bin/sh\necho "$3" | tr , "\\n"\n'
+
+
+def answering_ssh(folder: Path) -> str:
+    """A stand-in for ssh: a host prints HOST.json of `folder`, or runs the command; `lost...` refuse."""
+    program = folder / "ssh"
+    program.write_text(ANSWERING_SSH.format(python=sys.executable, folder=str(folder)))
+    program.chmod(0o755)
+    return str(program)
 
 
 class Machines:
@@ -59,8 +75,7 @@ class Machines:
         """A run with paths relative to its folder, and plan.yaml, whose ranks lie on `devices`."""
         run_file = make_project(self.here)
         plan = parse_plan(run_config(run_file), text)
-        ranks = tuple(replace(r, device=d) for r, d in zip(plan.ranks, devices, strict=True))
-        save_plan(self.here / "plan.yaml", replace(plan, ranks=ranks))
+        save_plan(self.here / "plan.yaml", on_devices(plan, *devices))
         run_file.write_text(run_file.read_text().replace(f"{self.here}/", ""))
 
     @property

@@ -32,12 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "query_key_norm": True,
     },
-    "mixtral": {
-        "architecture": "llama",
-        "num_key_value_heads": 2,
-        "num_experts": 4,
-        "experts_per_token": 2,
-    },
+    "mixtral": {"architecture": "llama", "num_key_value_heads": 2, "num_experts": 4, "experts_per_token": 2},
     "qwen3-moe": {
         "architecture": "qwen",
         "head_dim": 16,

@@ -129,6 +129,18 @@ def with_forecast(
     return replace(plan, forecast=Forecast(**{**keys, "source": "estimated", **whole}, stages=stages))
 
 
+def with_stages(plan: Plan, *stages: StagePlan) -> Plan:
+    """A plan of one pipeline with other stages."""
+    (pipeline,) = plan.pipelines
+    return replace(plan, pipelines=(replace(pipeline, stages=stages),))
+
+
+def on_devices(plan: Plan, *devices: str) -> Plan:
+    """The plan with its ranks on these cards."""
+    ranks = zip(plan.ranks, devices, strict=True)
+    return replace(plan, ranks=tuple(replace(rank, device=device) for rank, device in ranks))
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -153,6 +165,7 @@ def parse_plan(
     optimizer_sharding: bool = False,
     sequence_parallel: bool = False,
     recompute: str = "none",
+    page_group: int = 1,
     **stage_keys: Sequence[Any],
 ) -> Plan:
     """A plan in short form: pipelines separated by `/`, each `sequences x micro-batches : stages`.
@@ -175,6 +188,7 @@ def parse_plan(
             PipelinePlan(
                 micro_batch_size=int(size),
                 num_micro_batches=int(number),
+                page_group=page_group,
                 stages=tuple(
                     StagePlan(
                         replicas=tuple(

@@ -98,6 +98,12 @@ def saved_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def same_saved(a: Path, b: Path) -> bool:
+    """Whether the newest checkpoints of two folders hold the same tensors, to the bit."""
+    ours, theirs = saved_tensors(a), saved_tensors(b)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def _run_cases(rank: int, cases: list[Case]) -> None:
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     for case in cases:

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
-from tests.support.project import MODEL
+from tests.support.project import MODEL, on_devices, parse_plan
 from tests.support.ranks import disabled
 from tests.support.spawn import as_rank, free_port, spawn
+from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
 from yuan_train.config.plan import Plan
-from yuan_train.config.rl import RLConfig, load_rl
+from yuan_train.config.rl import RLConfig, load_rl, policy_run
+from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.loop import train_rl
 from yuan_train.train.job import Position
@@ -67,11 +70,12 @@ def write_rl(folder: Path, **changes: Any) -> Path:
 
 @dataclass(frozen=True)
 class RLCase:
-    """One run under one plan (None: a single rank), with its log in `folder`."""
+    """One run under one plan, of its roles together or apart (None: a single rank), with its log in
+    `folder`."""
 
     run_file: Path
     folder: Path
-    plan: Plan | None = None
+    plan: Plan | RlPlan | None = None
     overrides: tuple[str, ...] = ()
     without: str = ""
     port: int = field(default_factory=free_port)
@@ -93,6 +97,7 @@ def run_rl_cases(cases: list[RLCase]) -> None:
 def run_rl(case: RLCase) -> list[dict[str, Any]]:
     """Run a case in this process, and return its metrics."""
     torch.set_num_threads(1)
+    assert not isinstance(case.plan, RlPlan)
     train_rl(prepare_rl(case.run, case.plan, Position()))
     return read_lines(case.folder)
 
@@ -120,12 +125,39 @@ def assert_same_run(folder: Path, other: Path, last: str) -> None:
         assert (folder / last / name).read_bytes() == (other / last / name).read_bytes()
 
 
+def assert_close(
+    found: Path | list[dict[str, Any]], expected: Path | list[dict[str, Any]], *keys: str
+) -> None:
+    """These figures of two runs, by their log or its lines, are the same up to rounding in fp64."""
+    ours, theirs = (read_lines(own) if isinstance(own, Path) else own for own in (found, expected))
+    for line, wanted in zip(ours, theirs, strict=True):
+        for key in keys:
+            assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), (found, key)
+
+
+def roles_of(
+    path: Path, *, staleness: int, policy: str = "2x4: 1@0 | 3@1", engines: str = "4x1: 1@0 | 3@1 / 4x1: 4@2"
+) -> RlPlan:
+    """Policy and engines on cards of their own, on nodes p and g."""
+    run = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
+    generation = GenerationPlan(shares=None, plan=with_names(parse_plan(run, engines), "g"))
+    roles = RolePlans(policy=RolePlan(plan=with_names(parse_plan(run, policy), "p")), generation=generation)
+    return RlPlan(mode="async" if staleness else "sync", staleness=staleness, roles=roles)
+
+
+def with_names(plan: Plan, node: str) -> Plan:
+    return on_devices(plan, *(f"{node}/{rank}" for rank in range(plan.world_size)))
+
+
 def run_cases_of_rank(rank: int, cases: list[RLCase]) -> None:
     """What one of the processes does."""
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     for case in cases:
         if rank < case.num_ranks:
             as_rank(rank, case.num_ranks, case.port)
+            if isinstance(case.plan, RlPlan):
+                _run_role(case.run, case.plan)
+                continue
             position = Position(rank, case.num_ranks, rank, case.num_ranks)
             with disabled(case.without):
                 train_rl(prepare_rl(case.run, case.plan, position))

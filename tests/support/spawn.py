@@ -49,6 +49,21 @@ def patience(seconds: float) -> float:
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
+def wait_until(is_so: Callable[[], bool], runs: Callable[[], bool] = lambda: True) -> None:
+    """Wait until something is so, for two minutes at most (`patience`), while what brings it about runs."""
+    end = time.monotonic() + patience(120)
+    while not is_so():
+        assert runs(), "it ended early"
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
+
+
+def wait_for_step(log: Path, step: int, runs: Callable[[], bool] = lambda: True) -> None:
+    """Wait until a run has logged a step."""
+    path = log / "metrics.jsonl"
+    wait_until(lambda: path.exists() and path.read_text().count("\n") >= step, runs)
+
+
 def spawn(body: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     """Run `body(rank, *arguments)` in `num_ranks` processes; raise the traceback of a rank that fails.
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.planner.by_hand import pipeline, plan_on
 from yuan_train.config.architecture import is_trained, layer_table, sharding_of
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import LoraConfig, ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
@@ -37,12 +38,7 @@ CARD = DeviceType(memory=16 * GIB, reserved=GIB, bf16=1e14, fp32=1e13, memory_ba
 
 
 def work_of(model: ModelConfig, width: int = 1) -> Any:
-    return model_work(
-        model,
-        TokenRows(2, 16, "bf16"),
-        logit_rows=16,
-        group=TensorGroup(width),
-    )
+    return model_work(model, TokenRows(2, 16, "bf16"), logit_rows=16, group=TensorGroup(width))
 
 
 def test_flops_of_a_frozen_base() -> None:
@@ -104,22 +100,8 @@ def problem(model: ModelConfig) -> PlanProblem:
 
 
 def two_pipelines(model: ModelConfig) -> Plan:
-    def pipeline(first: int) -> PipelinePlan:
-        stages = (
-            StagePlan(replicas=((first,),), layers=(0, 2), embedding=True),
-            StagePlan(replicas=((first + 1,),), layers=(2, 4), head=True),
-        )
-        return PipelinePlan(micro_batch_size=1, num_micro_batches=4, stages=stages)
-
-    return Plan(
-        model=model,
-        sequence_length=16,
-        global_batch_size=8,
-        schedule="1f1b",
-        optimizer_sharding=True,
-        ranks=tuple(RankPlan(rank=i, device=f"n-{i // 2}/{i % 2}", type="Card") for i in range(4)),
-        pipelines=(pipeline(0), pipeline(2)),
-    )
+    made = (pipeline(4, [(((first,),), 2), (((first + 1,),), 2)]) for first in (0, 2))
+    return plan_on(problem(model), *made, optimizer_sharding=True)
 
 
 def test_memory_and_reductions_of_a_plan() -> None:
@@ -163,15 +145,7 @@ def test_engines_are_sent_what_the_transfer_sends_them() -> None:
         DecodeStage(cards=cards[2 * s : 2 * s + 2], layers=(a, b), embedding=embedding, head=head)
         for s, (a, b, embedding, head) in enumerate(ends)
     ]
-    pipeline = PipelinePlan(
-        micro_batch_size=1,
-        num_micro_batches=8,
-        stages=tuple(
-            StagePlan(replicas=((2 * s, 2 * s + 1),), layers=(a, b), embedding=embedding, head=head)
-            for s, (a, b, embedding, head) in enumerate(ends)
-        ),
-    )
-    plan = replace(two_pipelines(MODEL), pipelines=(pipeline,), optimizer_sharding=False)
+    plan = plan_on(problem(MODEL), pipeline(8, [(((0, 1),), 1), (((2, 3),), 3)]))
     elements = sum(
         math.prod(shard.local_shape)
         for held in plan_holdings(plan).values()

@@ -5,19 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.by_hand import unit
+from tests.support.models import tiny_model
 from yuan_train.config.cluster import Card, Cluster, DedicatedLink, Link, NodeGroup
 from yuan_train.config.devices import CATALOGUE, GIB, DeviceType
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.profile import (
-    LinkProfile,
-    Profile,
-    ProfileEntry,
-    StageStart,
-    UnitProfile,
-    for_cluster,
-)
+from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, StageStart, for_cluster
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import unit_parameters
 from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
@@ -28,24 +23,11 @@ from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRow
 from yuan_train.planner.evaluate.flows import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
-from yuan_train.planner.search.shapes import (
-    PipelineCut,
-    Shape,
-    assemble_plan,
-    make_plan,
-)
+from yuan_train.planner.search.shapes import PipelineCut, Shape, assemble_plan, make_plan
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import in_flight, make_schedule
 
-MODEL = ModelConfig(
-    name="toy",
-    num_layers=6,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    vocab_size=512,
-    max_sequence_length=128,
-)
+MODEL = tiny_model("yuan", num_layers=6, ffn_hidden_size=256, vocab_size=512, max_sequence_length=128)
 CARD = DeviceType(memory=2 * GIB, reserved=0, fp32=1e12, bf16=4e12, memory_bandwidth=1e11)
 CLUSTER = Cluster(
     name="c",
@@ -86,14 +68,8 @@ def same_recompute(recompute: Recompute, num_stages: int) -> list[Recompute]:
     return [recompute for _ in range(num_stages)]
 
 
-def unit(seconds, *, state=1000.0, activation=100.0, output=10.0):
-    return UnitProfile(
-        forward_seconds=seconds,
-        backward_seconds=2 * seconds,
-        state_bytes=state,
-        activation_bytes=activation,
-        output_bytes=output,
-    )
+def one(seconds, output=10.0):
+    return unit(seconds, 2 * seconds, state=1000.0, kept=100.0, output=output)
 
 
 def profile(*entries, **changes):
@@ -105,9 +81,9 @@ def entry(size=1, seconds=1.0, *, layers=1, recompute: Recompute = "none", kind=
         device_type=kind,
         micro_batch_size=size,
         recompute=recompute,
-        embedding=unit(seconds / 10),
-        layers=tuple(unit(seconds + i) for i in range(layers)),
-        head=unit(seconds / 2, output=0.0),
+        embedding=one(seconds / 10),
+        layers=tuple(one(seconds + i) for i in range(layers)),
+        head=one(seconds / 2, output=0.0),
     )
 
 

@@ -12,7 +12,7 @@ from tools.paper_tables import (
     table_6_seconds,
     yuan_1_terms,
 )
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import load_model
 
 
 def test_table_5_of_yuan_1():
@@ -30,14 +30,7 @@ def test_table_6_of_yuan_2(cell):
 
 
 def test_corrected_flops_are_those_of_the_model():
-    model = ModelConfig(
-        name="102b",
-        num_layers=84,
-        hidden_size=8192,
-        num_attention_heads=64,
-        ffn_hidden_size=4 * 8192,
-        vocab_size=135_040,
-    )
+    model = load_model("yuan2-102b")
     tokens = YUAN_2.accumulation * YUAN_2.sequence * YUAN_2.data
     recomputed = tokens * model.num_layers * model.layer_forward_flops(4096)
     assert corrected_flops(YUAN_2) == pytest.approx(

@@ -6,27 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.by_hand import entry, unit
 from tests.planner.search.test_roles import ONE_CUT
 from tools.bench.roles import cluster_of, problem_of
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import load_model
-from yuan_train.config.profile import (
-    BatchProfile,
-    GenerationProfile,
-    Profile,
-    ProfileEntry,
-    UnitProfile,
-    merge_profiles,
-)
+from yuan_train.config.profile import BatchProfile, GenerationProfile, Profile, merge_profiles
 from yuan_train.planner.costs.links import allreduce_seconds
 from yuan_train.planner.costs.topology import make_topology
 from yuan_train.planner.report.roles_text import roles_table
-from yuan_train.planner.roles.decode import (
-    Decoder,
-    DecodeStage,
-    line_through,
-    measured_rounds,
-)
+from yuan_train.planner.roles.decode import Decoder, DecodeStage, line_through, measured_rounds
 from yuan_train.planner.roles.engines import EnginePlan, EngineRates
 from yuan_train.planner.roles.placement import RolesProblem
 from yuan_train.planner.roles.plan import make_rl_plan, placement_of
@@ -148,23 +137,12 @@ def test_merging_keeps_the_first_of_each() -> None:
 
 def measured_problem(*, samples: int = 8) -> RolesProblem:
     """Both types measured, units and rounds; scoring and packing take 4 and 2 seconds of 8 samples."""
-    unit = UnitProfile(
-        forward_seconds=0.01,
-        backward_seconds=0.02,
-        state_bytes=1e6,
-        activation_bytes=1e6,
-        output_bytes=1e5,
-        transient_bytes=0,
-    )
-    entries = tuple(
-        ProfileEntry(device_type=name, embedding=unit, layers=(unit,), head=unit)
-        for name in ("H800-80G", "H20")
-    )
+    own = unit(0.01, 0.02, kept=1e6, output=1e5, transient_bytes=0)
     problem = problem_of(CLUSTER, MODEL, prompts=2, group=4, prompt=64, new=64)
     given = profile(
         generation(),
         generation("H20", factor=2.0),
-        entries=entries,
+        entries=tuple(entry(name, own) for name in ("H800-80G", "H20")),
         precision="bf16",
         batch=BatchProfile(samples=samples, scoring_seconds=4.0, packing_seconds=2.0),
     )

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.search.test_search import MODEL, card, cluster, problem
+from tests.planner.by_hand import pipeline, plan_on, stage_times
+from tests.planner.search.test_search import card, cluster, problem
+from tests.support.project import with_stages
 from yuan_train.config.errors import PlanError
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.clocks import PartTimes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
+from yuan_train.planner.evaluate.simulator import simulate_schedule
 from yuan_train.schedule import copies
 from yuan_train.schedule.copies import Offload, group_copies, with_copies
 from yuan_train.schedule.schedules import make_schedule
@@ -22,15 +23,8 @@ def one_worker(copy_seconds, *, micro_batches=6, resident=3, ahead=1):
     """A stage of two parts of 1 s forward and 2 s backward, whose first one leaves, under gpipe."""
     offloads = {0: Offload(num_parts=2, num_leaving=1, resident=resident, ahead=ahead)}
     program = make_schedule("gpipe", num_micro_batches=micro_batches, num_stages=1)[0]
-    times = StageTimes(
-        forward_seconds=(2.0,),
-        backward_seconds=(4.0,),
-        send_activation_seconds=(),
-        send_gradient_seconds=(),
-        parts=(
-            PartTimes(forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), copy_seconds=(copy_seconds,)),
-        ),
-    )
+    parts = PartTimes(forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), copy_seconds=(copy_seconds,))
+    times = stage_times((2.0,), (4.0,), parts=(parts,))
     copies = {0: group_copies(with_copies(program, offloads))}
     return simulate_schedule("gpipe", times, num_micro_batches=micro_batches, copies=copies)
 
@@ -47,25 +41,9 @@ def test_a_step_takes_its_compute_and_the_copies_that_it_waits_for(copy_seconds,
 
 
 def plan_of(**keys):
-    stages = tuple(
-        StagePlan(
-            replicas=((s,),),
-            layers=(4 * s, 4 * s + 4),
-            embedding=s == 0,
-            head=s == 1,
-            **({} if s else keys),
-        )
-        for s in range(2)
-    )
-    return Plan(
-        model=MODEL,
-        sequence_length=256,
-        global_batch_size=16,
-        schedule="gpipe",
-        ranks=tuple(RankPlan(rank=r, device=TWO.cards[r].name, type="Card") for r in range(2)),
-        pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=16, stages=stages),),
-        device_types=TWO.device_types,
-    )
+    plan = plan_on(problem(TWO), pipeline(16, [(((0,),), 4), (((1,),), 4)]), schedule="gpipe")
+    first, last = plan.pipelines[0].stages
+    return with_stages(plan, replace(first, **keys), last)
 
 
 def cost(plan, cards=TWO):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.planner.evaluate.test_any_plan import EIGHT, PAIR, plan_of
 from tests.planner.search.test_search import MODEL, problem
+from tests.support.project import with_stages
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import Cluster, Disk, Host
 from yuan_train.config.load import dump
@@ -26,9 +27,8 @@ N = 4 * MODEL.layer_parameters + MODEL.embedding_parameters
 
 def away(x: float, on_disk: float = 0.0) -> Plan:
     plan = plan_of((4, PAIR))
-    (pipeline,) = plan.pipelines
-    stages = tuple(replace(s, optimizer_offload=x, optimizer_disk=on_disk) for s in pipeline.stages)
-    return replace(plan, pipelines=(replace(pipeline, stages=stages),))
+    stages = (replace(s, optimizer_offload=x, optimizer_disk=on_disk) for s in plan.pipelines[0].stages)
+    return with_stages(plan, *stages)
 
 
 def cost_on(nodes: Cluster, plan: Plan) -> PlanCost:

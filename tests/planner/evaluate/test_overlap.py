@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.by_hand import entry, unit
 from tests.planner.evaluate.test_any_plan import EIGHT, ONE, on_cards, plan_of
 from tests.planner.search.test_search import MODEL, problem
 from yuan_train.config.architecture import HALVES as HALF_NAMES
 from yuan_train.config.cluster import Link
-from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import LinkProfile, Profile
 from yuan_train.parallel.grid import Grid
 from yuan_train.planner.costs.grad_reduce import bucket_costs, half_parts
 from yuan_train.planner.costs.plan_problem import make_costs
@@ -24,30 +25,12 @@ TWO_OF_ONE = plan_of((2, [ONE]), (2, [(((1,),), 8)]))
 """Two equal pipelines of one stage."""
 
 
-def unit(forward_seconds, backward_seconds):
-    return UnitProfile(
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
-        state_bytes=18.0,
-        activation_bytes=1.0,
-        output_bytes=1.0,
-        transient_bytes=0.0,
-    )
+def of(forward, backward):
+    return unit(forward, backward, state=18.0, kept=1.0, output=1.0, transient_bytes=0.0)
 
 
 PROFILE = Profile(
-    sequence_length=256,
-    entries=(
-        ProfileEntry(
-            device_type="Card",
-            micro_batch_size=1,
-            tensor_parallel=1,
-            recompute="none",
-            embedding=unit(0.0, 0.0),
-            layers=(unit(1.0, 2.0),),
-            head=unit(0.0, 0.0),
-        ),
-    ),
+    sequence_length=256, entries=(replace(entry("Card", of(0.0, 0.0)), layers=(of(1.0, 2.0),)),)
 )
 """A layer takes 1 s forward and 2 s backward; embedding and head take nothing."""
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.by_hand import pipeline, plan_on, stage_times
 from tests.planner.search.test_search import MODEL, card, cluster, problem
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.clocks import PageTimes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
+from yuan_train.planner.evaluate.simulator import simulate_schedule
 from yuan_train.schedule.pages import Paging, by_group, with_pages
 from yuan_train.schedule.schedules import make_schedule
 
@@ -28,13 +28,7 @@ def one_worker(weight, gradient, *, slots=3, group=4):
     )
     return simulate_schedule(
         "1f1b",
-        StageTimes(
-            forward_seconds=(5.0,),
-            backward_seconds=(9.0,),
-            send_activation_seconds=(),
-            send_gradient_seconds=(),
-            pages=(times,),
-        ),
+        stage_times((5.0,), (9.0,), pages=(times,)),
         num_micro_batches=4,
         group=group,
         pages={0: by_group(with_pages(program, paging))},
@@ -56,18 +50,8 @@ def test_a_step_takes_its_compute_and_the_pages_that_it_waits_for():
 
 
 def plan_of(group=1, **keys):
-    stage = StagePlan(
-        replicas=((0,),), layers=(0, MODEL.num_layers), embedding=True, head=True, recompute="full", **keys
-    )
-    pipeline = PipelinePlan(micro_batch_size=1, num_micro_batches=16, stages=(stage,), page_group=group)
-    return Plan(
-        model=MODEL,
-        sequence_length=256,
-        global_batch_size=16,
-        ranks=(RankPlan(rank=0, device=ONE.cards[0].name, type="Card"),),
-        pipelines=(pipeline,),
-        device_types=ONE.device_types,
-    )
+    own = pipeline(16, [(((0,),), MODEL.num_layers)], recompute="full", **keys)
+    return plan_on(problem(ONE), replace(own, page_group=group))
 
 
 def test_a_card_holds_its_slots_and_the_host_the_rest():

@@ -4,24 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.by_hand import stage_times
 from yuan_train.config.cluster import Sends
-from yuan_train.planner.evaluate.simulator import (
-    StageTimes,
-    order_operations,
-    simulate,
-    simulate_schedule,
-)
+from yuan_train.planner.evaluate.simulator import StageTimes, order_operations, simulate, simulate_schedule
 from yuan_train.planner.native.pipelines import run_rounds
 from yuan_train.schedule.schedules import make_schedule
 
 
 def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
-    times = StageTimes(
-        forward_seconds=tuple(forward),
-        backward_seconds=tuple(backward),
-        send_activation_seconds=tuple(links),
-        send_gradient_seconds=tuple(links),
-    )
+    times = stage_times(forward, backward, links)
     return simulate_schedule(schedule, times, num_micro_batches=m, sends=sends)
 
 
@@ -42,6 +33,9 @@ def test_equal_stages_without_links(stages, m, schedule):
         ((1, 3, 2), (2, 6, 4), (0.5, 1), 6, 65, 70),
         ((1,) * 4, (2,) * 4, (0, 1.5, 0), 32, 153, 153.5),
         ((1,) * 4, (2,) * 4, (1, 1, 1), 3, 26, 27),
+        # A sender that waits computes later: the first stage's second forward follows its first message, 2-3,
+        # and that follows the stage before it, so that the second activation arrives at 4.
+        ((1, 2), (2, 4), (1,), 2, 17, 18),
         # 5 bytes at 10 bytes/s after 0.5 s, both ways: 1 + 1 + 1 + 2 + 1 + 2
         ((1, 1), (2, 2), (0.5 + 5 / 10,), 1, 8, 8),
     ],
@@ -69,13 +63,6 @@ def test_two_stages_by_hand():
     assert result.bubble_fraction == pytest.approx(1 - (2 * 3 + 2 * 6) / 34)
 
 
-def test_a_sender_that_waits_computes_later():
-    # As above: the first stage's second forward follows its first message, 2-3, and that follows the stage
-    # before it, so that the second activation arrives at 4: 18 instead of 17.
-    times = (1, 2), (2, 4), (1,), 2
-    assert run(*times, sends="blocking").step_seconds == 18
-
-
 def test_a_slow_link_is_first_in_first_out():
     # The link takes 5 for each message, compute 1: activations arrive at 6, 11, 16.
     result = run((1, 1), (1, 1), (5,), 3, schedule="gpipe")
@@ -89,12 +76,7 @@ def test_every_compute_step_runs_once():
     assert len(compute) == len(set(compute)) == 2 * 3 * 4
 
 
-SLOW_MIDDLE = StageTimes(
-    forward_seconds=(1.0,) * 4,
-    backward_seconds=(2.0,) * 4,
-    send_activation_seconds=(0.0, 1.5, 0.0),
-    send_gradient_seconds=(0.0, 1.5, 0.0),
-)
+SLOW_MIDDLE = stage_times((1.0,) * 4, (2.0,) * 4, (0.0, 1.5, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -173,12 +155,7 @@ def test_messages_of_a_much_deeper_stage_leave_later():
 
 
 def test_a_long_pipeline_is_run_in_few_rounds():
-    times = StageTimes(
-        forward_seconds=(1.0, 1.1, 0.9, 1.0),
-        backward_seconds=(2.0, 2.1, 2.2, 2.0),
-        send_activation_seconds=(0.1,) * 3,
-        send_gradient_seconds=(0.1,) * 3,
-    )
+    times = stage_times((1.0, 1.1, 0.9, 1.0), (2.0, 2.1, 2.2, 2.0), (0.1,) * 3)
     rounds = run_rounds((4, 3, 2, 1), 10**9, times.rows)
     assert max(rounds.stage_end_seconds) / 10**9 == pytest.approx(3.25, rel=1e-6)
     assert rounds.num_sent < 100

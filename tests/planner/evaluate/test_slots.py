@@ -44,11 +44,7 @@ def test_slots_and_the_prompts_cache() -> None:
 
 
 def test_a_group_reads_as_many_prompts_at_once_as_it_has_answers_for() -> None:
-    one = model_work(
-        writing().model,
-        TokenRows(1, 64, "bf16"),
-        logit_rows=1,
-    ).layer.activation_bytes
+    one = model_work(writing().model, TokenRows(1, 64, "bf16"), logit_rows=1).layer.activation_bytes
     assert writing(head=False, length=65).lane_bytes(2) == one
     assert writing(head=False, length=65).lane_bytes(16) == 8 * one
     # Of a long prompt a chunk; all answers to one prompt share its reading.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.by_hand import stage_times
 from yuan_train.planner.evaluate.simulator import StageTimes, order_operations, simulate, simulate_schedule
 from yuan_train.planner.native.pipelines import native_schedule, run_schedule
 from yuan_train.schedule.check import peak_in_flight
@@ -41,7 +42,7 @@ def pipelines(draw: st.DrawFn) -> tuple[str, Workers, int, tuple[int, ...] | Non
 
 
 @st.composite
-def stage_times(draw: st.DrawFn, stages: int) -> StageTimes:
+def any_times(draw: st.DrawFn, stages: int) -> StageTimes:
     """Seconds of a pipeline."""
 
     def row(number: int) -> tuple[float, ...]:
@@ -69,7 +70,7 @@ def test_the_core_makes_and_runs_the_schedules_that_the_trainer_runs(data: st.Da
     assert own.held == tuple(
         max(peak_in_flight(schedule[worker], s) for worker in workers[s]) for s in range(len(workers))
     )
-    times = data.draw(stage_times(len(workers)))
+    times = data.draw(any_times(len(workers)))
     for sends in ("overlapped", "blocking"):
         defined = simulate(schedule, times, workers=workers, sends=sends)
         found = run_schedule(own, times.rows, blocking=sends == "blocking")
@@ -90,12 +91,7 @@ def test_messages_that_were_let_go_of_are_found_again() -> None:
     """A long pipeline whose rounds never repeat keeps its last messages alone; asked for earlier ones, the
     simulation runs again."""
     stages, count = 4, 300
-    times = StageTimes(
-        forward_seconds=(1.0, 2**0.5, 3**0.5, 5**0.5),
-        backward_seconds=(2.0, 7**0.5, 3**0.5, 11**0.5),
-        send_activation_seconds=(0.1, 0.1, 0.1),
-        send_gradient_seconds=(0.1, 0.1, 0.1),
-    )
+    times = stage_times((1.0, 2**0.5, 3**0.5, 5**0.5), (2.0, 7**0.5, 3**0.5, 11**0.5), (0.1,) * 3)
     found = simulate_schedule("1f1b", times, num_micro_batches=count)
     assert found.native is not None
     assert len(found.sent_after(found.step_seconds * 0.99)) < 2 * (stages - 1) * count

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.by_hand import pipeline, pipeline_of, plan_on, unit
 from tests.planner.drafts import draft_of, price_of
 from tests.planner.search.test_activations import of_short_cards
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
 from yuan_train.config.model import LoraConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, divides_experts
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import (
     LinkProfile,
@@ -68,22 +69,18 @@ def with_profile(draw: random.Random, problem: PlanProblem) -> PlanProblem:
     cluster, num_layers = problem.cluster, problem.model.num_layers
     whole = draw.random() < 0.3
 
-    def unit() -> UnitProfile:
-        return UnitProfile(
-            forward_seconds=draw.uniform(0.001, 0.01),
-            backward_seconds=draw.uniform(0.002, 0.02),
-            state_bytes=draw.uniform(1e6, 2e8),
-            activation_bytes=draw.uniform(1e6, 5e7),
-            output_bytes=1e6,
-            transient_bytes=None if whole else draw.uniform(0.0, 1e7),
-        )
+    def drawn() -> UnitProfile:
+        seconds = draw.uniform(0.001, 0.01), draw.uniform(0.002, 0.02)
+        state, kept = draw.uniform(1e6, 2e8), draw.uniform(1e6, 5e7)
+        more = {} if whole else {"transient_bytes": draw.uniform(0.0, 1e7)}
+        return unit(*seconds, state=state, kept=kept, output=1e6, **more)
 
     entries = [
         ProfileEntry(
             device_type=name,
-            embedding=unit(),
-            layers=tuple(unit() for _ in range(draw.choice((1, num_layers)))),
-            head=unit(),
+            embedding=drawn(),
+            layers=tuple(drawn() for _ in range(draw.choice((1, num_layers)))),
+            head=drawn(),
             start=StageStart(forward_seconds=draw.choice((0.0, 0.001)), backward_seconds=0.0),
         )
         for name in list(cluster.device_types)[: draw.choice((2, 3))]
@@ -180,15 +177,11 @@ def random_plan(draw: random.Random, problem: PlanProblem) -> Plan:
             replace(
                 random_stage(draw, own, layers, may_send=len(groups) <= num_workers),
                 optimizer_share=shares[tuple(own)] if sharded else 1.0,
-                embedding=s == 0,
-                head=s == len(groups) - 1,
                 in_flight=depth,
             )
-            for s, (own, layers, depth) in enumerate(zip(groups, borders, depths, strict=True))
+            for own, layers, depth in zip(groups, borders, depths, strict=True)
         ]
-        made.append(
-            PipelinePlan(micro_batch_size=size, num_micro_batches=draw.randint(1, 9), stages=tuple(stages))
-        )
+        made.append(pipeline_of(draw.randint(1, 9), stages, size))
     return _numbered(problem, made, schedule, sharded)
 
 
@@ -224,17 +217,8 @@ def _numbered(problem: PlanProblem, made: list[PipelinePlan], schedule, sharded:
         )
         for pipeline in made
     ]
-    return Plan(
-        cluster=problem.cluster.name,
-        model=problem.model,
-        sequence_length=problem.sequence_length,
-        global_batch_size=max(1, sum(pipeline.num_sequences for pipeline in pipelines)),
-        schedule=schedule,
-        optimizer_sharding=sharded,
-        ranks=tuple(RankPlan(rank=r, device=cards[c].name, type=cards[c].type) for r, c in enumerate(used)),
-        pipelines=tuple(pipelines),
-        device_types=problem.cluster.device_types,
-    )
+    own = [cards[c] for c in used]
+    return plan_on(problem, *pipelines, cards=own, schedule=schedule, optimizer_sharding=sharded)
 
 
 def check(costs: Costs, tables: Tables, plan: Plan) -> None:
@@ -257,20 +241,26 @@ def check(costs: Costs, tables: Tables, plan: Plan) -> None:
     assert (found.over == 0.0) == defined.fits
 
 
+def check_drawn(draw: random.Random, problem: PlanProblem, change=lambda plan: plan) -> int:
+    """Every lawful one of 40 plans is priced as it is defined, if it divides no experts. How many."""
+    costs, priced = make_costs(problem), 0
+    tables = make_tables(costs, SIZES, WIDTHS)
+    assert tables is not None
+    for plan in (change(random_plan(draw, problem)) for _ in range(40)):
+        if not plan.pipelines or next(validate_plan(plan), None) is not None:
+            continue
+        if divides_experts(plan):
+            assert draft_of(tables, plan) is None
+        else:
+            check(costs, tables, plan)
+            priced += 1
+    return priced
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_core_prices_a_step_as_it_is_defined(seed: int) -> None:
     draw = random.Random(seed)
-    problem = replace(random_problem(draw), critic=seed % 4 == 0)
-    costs = make_costs(problem)
-    tables = make_tables(costs, SIZES, WIDTHS)
-    assert tables is not None
-    priced = 0
-    for _ in range(40):
-        plan = random_plan(draw, problem)
-        if plan.pipelines and next(validate_plan(plan), None) is None:
-            check(costs, tables, plan)
-            priced += 1
-    assert priced >= 5
+    assert check_drawn(draw, replace(random_problem(draw), critic=seed % 4 == 0)) >= 5
 
 
 def test_stages_of_one_worker_share_its_card() -> None:
@@ -281,12 +271,8 @@ def test_stages_of_one_worker_share_its_card() -> None:
     borders = list(itertools.pairwise(layers * i // 4 for i in range(5)))
 
     def priced(cards: tuple[int, ...]):
-        stages = tuple(
-            StagePlan(replicas=((card,),), layers=own, embedding=s == 0, head=s == 3)
-            for s, (card, own) in enumerate(zip(cards, borders, strict=True))
-        )
-        made = [PipelinePlan(micro_batch_size=1, num_micro_batches=24, stages=stages)]
-        plan = _numbered(problem, made, "interleaved_1f1b", False)
+        stages = [(((card,),), end - start) for card, (start, end) in zip(cards, borders, strict=True)]
+        plan = _numbered(problem, [pipeline(24, stages)], "interleaved_1f1b", False)
         check(tables.costs, tables, plan)
         draft = draft_of(tables, plan)
         assert draft is not None
@@ -311,16 +297,7 @@ def test_profiles_and_other_libraries_are_priced_as_defined(seed: int) -> None:
     if draw.random() < 0.3:
         model = replace(EXPERTS, num_layers=problem.model.num_layers, tie_embeddings=draw.random() < 0.5)
         problem = replace(problem, model=model)
-    costs = make_costs(problem)
-    tables = make_tables(costs, SIZES, WIDTHS)
-    assert tables is not None
-    for plan in (random_plan(draw, problem) for _ in range(40)):
-        if not plan.pipelines or list(validate_plan(plan)):
-            continue
-        if divides_experts(plan):
-            assert draft_of(tables, plan) is None
-        else:
-            check(costs, tables, plan)
+    check_drawn(draw, problem)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 5])
@@ -328,27 +305,18 @@ def test_adapters_are_priced_as_defined(seed: int) -> None:
     draw = random.Random(seed)
     problem = random_problem(draw)
     problem = replace(problem, model=replace(problem.model, lora=LoraConfig(rank=3)))
-    costs = make_costs(problem)
-    tables = make_tables(costs, SIZES, WIDTHS)
-    assert tables is not None
-    priced = 0
-    for _ in range(40):
-        plan = random_plan(draw, problem)
-        pipelines = [
-            replace(
-                pipeline,
-                # Adapters keep nothing on hosts.
-                stages=tuple(
-                    replace(stage, optimizer_offload=0.0, activation_offload=0) for stage in pipeline.stages
-                ),
-            )
-            for pipeline in plan.pipelines
-        ]
-        plan = replace(plan, pipelines=tuple(pipelines))
-        if plan.pipelines and next(validate_plan(plan), None) is None:
-            check(costs, tables, plan)
-            priced += 1
-    assert priced >= 5
+
+    def here(plan: Plan) -> Plan:
+        """Adapters keep nothing on hosts."""
+        made = (
+            tuple(replace(stage, optimizer_offload=0.0, activation_offload=0) for stage in own.stages)
+            for own in plan.pipelines
+        )
+        return replace(
+            plan, pipelines=tuple(replace(own, stages=s) for own, s in zip(plan.pipelines, made, strict=True))
+        )
+
+    assert check_drawn(draw, problem, here) >= 5
 
 
 def test_a_price_depends_on_every_layer_and_card() -> None:
@@ -360,12 +328,8 @@ def test_a_price_depends_on_every_layer_and_card() -> None:
     assert cards > 1
 
     def price(first: int) -> float:
-        stages = (
-            StagePlan(replicas=((0,),), layers=(0, first), embedding=True),
-            StagePlan(replicas=((1,),), layers=(first, problem.model.num_layers), head=True),
-        )
-        made = [PipelinePlan(micro_batch_size=1, num_micro_batches=24, stages=stages)]
-        draft = draft_of(tables, _numbered(problem, made, "1f1b", False))
+        stages = [(((0,),), first), (((1,),), problem.model.num_layers - first)]
+        draft = draft_of(tables, _numbered(problem, [pipeline(24, stages)], "1f1b", False))
         assert draft is not None
         found = price_of(tables, draft)
         assert found is not None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import Ask
 from yuan_train.cli.main import command_parser, main
 
 LINK = "link: {bandwidth: 20 GB/s}, network: {bandwidth: 10 Gb/s}"
@@ -30,16 +30,16 @@ def cluster(tmp_path: Path) -> Path:
     return path
 
 
-def plan(cluster: Path, *words: str) -> int:
+def plan(cluster: Path, *words: str) -> list[str]:
     run = str(CONFIGS / "run" / "tiny.yaml")
-    return main(["plan", "--cluster", str(cluster), "--config", run, "search.effort=quick", *words])
+    return ["plan", "--cluster", str(cluster), "--config", run, "search.effort=quick", *words]
 
 
 def test_the_answer_stands_before_the_table(
     cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.yaml"
-    assert plan(cluster, "train.precision=bf16", "train.steps=1000", "--out", str(out)) == 0
+    assert main(plan(cluster, "train.precision=bf16", "train.steps=1000", "--out", str(out))) == 0
     lines = capsys.readouterr().out.splitlines()
     table = next(i for i, line in enumerate(lines) if line.startswith("Plan: "))
     measure, time, memory, rent, precision, following = lines[:table]
@@ -58,13 +58,10 @@ def test_the_answer_stands_before_the_table(
         assert parsed.overrides == ["search.effort=quick", "train.precision=bf16", "train.steps=1000"]
 
 
-def test_the_answer_has_the_figures_of_both_precisions(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_answer_has_the_figures_of_both_precisions(cluster: Path, ask: Ask) -> None:
     found: dict[str, dict[str, Any]] = {}
     for precision in ("bf16", "fp16"):
-        assert plan(cluster, f"train.precision={precision}", "--json") == 0
-        found[precision] = json.loads(capsys.readouterr().out)["answer"]
+        found[precision] = ask(*plan(cluster, f"train.precision={precision}"))["answer"]
     for own, other in (("bf16", "fp16"), ("fp16", "bf16")):
         told = found[own]["other_precision"]
         assert told["precision"] == other and told["fp16_only"] == {"Old": 2}
@@ -75,13 +72,9 @@ def test_the_answer_has_the_figures_of_both_precisions(
     )
 
 
-def test_nothing_is_said_of_precisions_where_all_cards_are_alike(
-    cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_said_of_precisions_where_all_cards_are_alike(cluster: Path, ask: Ask) -> None:
     cluster.write_text(cluster.read_text().replace("device: Old", "device: New").replace(", price: 0.25", ""))
-    assert plan(cluster, "train.precision=bf16", "--json") == 0
-    answer = json.loads(capsys.readouterr().out)["answer"]
-    assert answer["other_precision"] is None
+    assert ask(*plan(cluster, "train.precision=bf16"))["answer"]["other_precision"] is None
 
 
 def test_without_a_run_file_the_time_is_that_of_tokens(
@@ -92,20 +85,3 @@ def test_without_a_run_file_the_time_is_that_of_tokens(
     text = capsys.readouterr().out
     assert "a billion tokens " in text and "next: yuan-train init pretrain" in text
     assert "runner-up: " in text and "New: estimated from the catalogue" in text
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("H100", "did you mean H100-80G, H100-PCIe or H100-NVL?"),
-        ("A100", "did you mean A100-40G or A100-80G?"),
-        ("V100", "did you mean V100-16G or V100-32G?"),
-        ("RTX-5095", "device_types: {RTX-5095: {memory: "),
-    ],
-)
-def test_an_unknown_card_is_told_what_was_meant_and_how_to_describe_it(
-    name: str, words: str, cluster: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cluster.write_text(f"name: one\nnodes: [{{name: a, device: {name}}}]\n")
-    assert plan(cluster) == 2
-    assert words in capsys.readouterr().err

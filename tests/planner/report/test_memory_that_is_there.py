@@ -89,14 +89,7 @@ def test_hosts_have_room_for_saves_in_the_background_too(
         "     host: {memory: 68 GiB}}\n",
         encoding="utf-8",
     )
-    files = [
-        "--cluster",
-        str(cluster),
-        "--model",
-        str(CONFIGS / "model" / "yuan2-2b.yaml"),
-        "--out",
-        str(out),
-    ]
+    files = ["--cluster", str(cluster), "--model", "yuan2-2b", "--out", str(out)]
     keys = (*KEYS, "search.tensor=[1]", "data.sequence_length=2048", "train.global_batch_size=16")
     kept, copied = list[float](), 0.0
     for more in ((), ("checkpoint.asynchronous=true", f"checkpoint.directory={tmp_path}")):

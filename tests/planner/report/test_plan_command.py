@@ -111,11 +111,10 @@ def test_wrong_input_is_refused(words, code, message, capsys, tmp_path):
     assert not out.exists()
 
 
-def test_simulate_repeats_the_forecast(planned, tmp_path, capsys):
+def test_simulate_repeats_the_forecast(planned, tmp_path, ask):
     trace = tmp_path / "trace.json"
-    words = ["--cluster", LAPTOP, "--precision", "fp32", "--trace", str(trace), "--json"]
-    assert main(["simulate", "--plan", str(planned), *words]) == 0
-    document = json.loads(capsys.readouterr().out)
+    words = ("--cluster", LAPTOP, "--precision", "fp32", "--trace", trace)
+    document = ask("simulate", "--plan", planned, *words)
     forecast = load_plan(planned).forecast
     assert forecast is not None
     assert document["step_seconds"] == pytest.approx(forecast.step_seconds)
@@ -127,7 +126,7 @@ def test_simulate_repeats_the_forecast(planned, tmp_path, capsys):
     )
 
 
-def test_plan_and_simulate_price_the_reductions_of_the_run(tmp_path, capsys):
+def test_plan_and_simulate_price_the_reductions_of_the_run(tmp_path, capsys, ask, refuse):
     """Two pipelines of one stage each: bucket size and dtype change the step, in both commands alike."""
     out, pair, steps = tmp_path / "plan.yaml", tmp_path / "pair.yaml", set()
     pair.write_text(
@@ -140,9 +139,9 @@ def test_plan_and_simulate_price_the_reductions_of_the_run(tmp_path, capsys):
         words = [f"optimizer.bucket_size={size}", f"optimizer.reduce_dtype={dtype}"]
         assert plan("--config", RUN, *fixed, *words, "--out", str(out), cluster=str(pair)) == 0
         assert "| weight sync " in capsys.readouterr().out
-        words = ["--bucket-size", str(size), "--reduce-dtype", dtype, "--precision", "fp32", "--json"]
-        assert main(["simulate", "--plan", str(out), "--cluster", str(pair), *words]) == 0
-        document, forecast = json.loads(capsys.readouterr().out), load_plan(out).forecast
+        words = ("--bucket-size", size, "--reduce-dtype", dtype, "--precision", "fp32")
+        document = ask("simulate", "--plan", out, "--cluster", pair, *words)
+        forecast = load_plan(out).forecast
         assert forecast is not None
         assert document["step_seconds"] == pytest.approx(forecast.step_seconds)
         names = ("compute_seconds", "grad_reduce_seconds", "update_seconds", "weight_sync_seconds")
@@ -150,10 +149,10 @@ def test_plan_and_simulate_price_the_reductions_of_the_run(tmp_path, capsys):
         assert document["weight_sync_seconds"] > 0
         steps.add(document["step_seconds"])
     assert len(steps) == 3
-    assert main(["simulate", "--plan", str(out), "--cluster", LAPTOP, "--bucket-size", "0"]) == 2
-    assert "--bucket-size: wanted at least 1 parameter, got 0" in capsys.readouterr().err
-    assert main(["simulate", "--plan", str(out), "--reduce-dtype", "bf16"]) == 2
-    assert "--reduce-dtype: needs --cluster F too" in capsys.readouterr().err
+    said = refuse("simulate", "--plan", out, "--cluster", LAPTOP, "--bucket-size", 0)
+    assert "--bucket-size: wanted at least 1 parameter, got 0" in said
+    said = refuse("simulate", "--plan", out, "--reduce-dtype", "bf16")
+    assert "--reduce-dtype: needs --cluster F too" in said
 
 
 def test_simulate_without_a_cluster_has_free_messages(planned, capsys):
@@ -165,7 +164,7 @@ def test_simulate_without_a_cluster_has_free_messages(planned, capsys):
     assert "give --cluster F" in shown.err
 
 
-def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, capsys):
+def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, ask):
     out = tmp_path / "plan.yaml"
     # A backward that recomputes is more than twice its weight gradients.
     words = ["search.schedule=[zero_bubble]", "search.recompute=[full]", "--out", str(out)]
@@ -176,9 +175,7 @@ def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, c
 
     def simulate(plan):
         save_plan(out, plan)
-        capsys.readouterr()
-        assert main(["simulate", "--plan", str(out), "--json"]) == 0
-        return json.loads(capsys.readouterr().out)["compute_seconds"]
+        return ask("simulate", "--plan", out)["compute_seconds"]
 
     def with_weights(share):
         stages = (replace(s, weight_seconds=share and share * s.backward_seconds) for s in forecast.stages)
@@ -189,16 +186,14 @@ def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, c
     assert simulate(written) != simulate(with_weights(0.5))
 
 
-def test_simulate_needs_stage_times(planned, tmp_path, capsys):
+def test_simulate_needs_stage_times(planned, tmp_path, refuse):
     bare = tmp_path / "bare.yaml"
     bare.write_text(planned.read_text().split("forecast:")[0])
-    assert main(["simulate", "--plan", str(bare)]) == 2
-    assert "forecast: no times for pipeline 0, stage 0; give --cluster F" in capsys.readouterr().err
+    said = refuse("simulate", "--plan", bare)
+    assert "forecast: no times for pipeline 0, stage 0; give --cluster F" in said
     assert main(["simulate", "--plan", str(bare), "--cluster", LAPTOP, "--precision", "fp32"]) == 0
-    assert (
-        main(["simulate", "--plan", str(bare), "--cluster", str(CONFIGS / "cluster" / "t4-a100.yaml")]) == 2
-    )
-    assert "is not in cluster 't4-a100'" in capsys.readouterr().err
+    other = CONFIGS / "cluster" / "t4-a100.yaml"
+    assert "is not in cluster 't4-a100'" in refuse("simulate", "--plan", bare, "--cluster", other)
 
 
 def test_planning_never_imports_torch(tmp_path):

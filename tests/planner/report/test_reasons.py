@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tests.planner.search.test_offload import pipeline_of
 from tests.planner.search.test_search import MODEL, card, cluster, problem
+from tests.support.project import with_stages
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -34,10 +35,9 @@ def candidate_of(given: PlanProblem, plan: Plan) -> Candidate:
 def two_stages(given: PlanProblem, layers: int, **first: object) -> Plan:
     """The first stage on two cards, a replica each; what is `first` in it."""
     plan = pipeline_of(given, given.cluster.cards, (0, layers, layers, MODEL.num_layers))
-    (pipeline,) = plan.pipelines
-    one, _, last = pipeline.stages
+    one, _, last = plan.pipelines[0].stages
     stage: StagePlan = replace(one, replicas=((0,), (1,)), **first)  # type: ignore[arg-type]
-    return replace(plan, pipelines=(replace(pipeline, stages=(stage, last)),))
+    return with_stages(plan, stage, last)
 
 
 def test_replicas_divide_what_limits_a_stage() -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.planner.by_hand import entry, pipeline_of, plan_on, unit
 from tests.planner.search.test_search import MODEL, card, cluster, find, problem
 from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, uncatalogued_types
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.costs.unit_costs import UnitCost
@@ -110,8 +111,7 @@ def plan_of(
     deeper: int,
     schedule: ScheduleName,
 ) -> Plan:
-    given = costs.problem
-    used = [c for c in given.cluster.cards if any(c in r for own in row for s in own for r in s)]
+    used = [c for c in costs.problem.cluster.cards if any(c in r for own in row for s in own for r in s)]
     rank = {c: i for i, c in enumerate(used)}
     chunks = 2 if schedule == "interleaved_1f1b" else 1
     pipelines: list[PipelinePlan] = []
@@ -119,34 +119,17 @@ def plan_of(
         parts = [n // chunks + (chunk < n % chunks) for chunk in range(chunks) for n in counts]
         ends = [0, *itertools.accumulate(parts)]
         stages = own * chunks
-        pipelines.append(
-            PipelinePlan(
-                micro_batch_size=size,
-                num_micro_batches=share // size,
-                stages=tuple(
-                    StagePlan(
-                        replicas=tuple(tuple(rank[c] for c in replica) for replica in group),
-                        layers=(ends[s], ends[s + 1]),
-                        embedding=s == 0,
-                        head=s == len(stages) - 1,
-                        recompute=recompute if parts[s] else "none",
-                        in_flight=len(stages) - s + deeper if deeper else None,
-                    )
-                    for s, group in enumerate(stages)
-                ),
+        made = (
+            StagePlan(
+                replicas=tuple(tuple(rank[c] for c in replica) for replica in group),
+                layers=(ends[s], ends[s + 1]),
+                recompute=recompute if parts[s] else "none",
+                in_flight=len(stages) - s + deeper if deeper else None,
             )
+            for s, group in enumerate(stages)
         )
-    return Plan(
-        cluster=given.cluster.name,
-        model=given.model,
-        sequence_length=given.sequence_length,
-        global_batch_size=given.global_batch_size,
-        schedule=schedule,
-        optimizer_sharding=True,
-        ranks=tuple(RankPlan(rank=i, device=c.name, type=c.type) for c, i in rank.items()),
-        pipelines=tuple(pipelines),
-        device_types=uncatalogued_types(given.cluster, {c.type for c in used}),
-    )
+        pipelines.append(pipeline_of(share // size, made, size))
+    return plan_on(costs.problem, *pipelines, cards=used, schedule=schedule, optimizer_sharding=True)
 
 
 def fastest(costs: Costs) -> dict[ScheduleName, float]:
@@ -244,10 +227,7 @@ def test_no_cut_of_two_equal_pipelines_is_faster(bandwidth, layers, sharded):
     cuts = [((i,), (0, bounds.stop)) for i in (0, 1)]
     cuts += [(order, (0, b, bounds.stop)) for order in ((0, 1), (1, 0)) for b in bounds]
     costs_of_cuts = [
-        cost_plan(
-            costs,
-            make_plan(costs, shape, order=order, bounds=ends, recompute=["none" for _ in order]),
-        )
+        cost_plan(costs, make_plan(costs, shape, order=order, bounds=ends, recompute=["none" for _ in order]))
         for order, ends in cuts
     ]
     lowest = min(cost.step_seconds for cost in costs_of_cuts)
@@ -262,20 +242,11 @@ def test_no_cut_of_two_equal_pipelines_is_faster(bandwidth, layers, sharded):
 
 def test_units_that_take_no_time_have_a_bound():
     """A clock may be too coarse for them under one recompute; the search for the bound ends all the same."""
-
-    def entry(recompute: Recompute, seconds: float) -> ProfileEntry:
-        unit = UnitProfile(
-            forward_seconds=seconds,
-            backward_seconds=seconds,
-            state_bytes=1e3,
-            activation_bytes=1e3,
-            output_bytes=1e3,
-        )
-        return ProfileEntry(
-            device_type="Fast", recompute=recompute, embedding=unit, layers=(unit,), head=unit
-        )
-
-    profile = Profile(sequence_length=256, entries=(entry("none", 1e-3), entry("full", 0.0)))
+    entries = (
+        entry("Fast", unit(seconds, seconds, state=1e3, kept=1e3, output=1e3), recompute=kind)
+        for kind, seconds in (("none", 1e-3), ("full", 0.0))
+    )
+    profile = Profile(sequence_length=256, entries=tuple(entries))
     given_problem = problem(cluster(Fast=(1, card())), model=SMALL, profile=profile)
     search = SearchConfig(recompute=("none", "full"), tensor=(1,), micro_batch_size=(1,))
     options = read_options(search, micro_batch_size=1, model=SMALL)

@@ -1,18 +1,12 @@
 """Plans of random problems keep constraints, search keys and memory; the tool tries thousands of them."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-TOOL = Path(__file__).parents[3] / "tools/check_plans.py"
-spec = importlib.util.spec_from_file_location("check_plans", TOOL)
-assert spec is not None and spec.loader is not None
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+from tools import check_plans as tool
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.planner.by_hand import entry, pipeline_of, plan_on, unit
 from tests.support.models import tiny_model
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.parallel.grid import Grid
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
@@ -67,32 +68,12 @@ def plan_of(cluster: Cluster, pipelines: Sequence[Sequence[Any]], **keys: Any) -
     made: list[PipelinePlan] = []
     for stages in pipelines:
         each = MODEL.num_layers // len(stages)
-        made.append(
-            PipelinePlan(
-                micro_batch_size=1,
-                num_micro_batches=8 // len(pipelines),
-                stages=tuple(
-                    StagePlan(
-                        replicas=(ranks,),
-                        layers=(s * each, (s + 1) * each),
-                        embedding=s == 0,
-                        head=s == len(stages) - 1,
-                        experts=experts,
-                    )
-                    for s, (ranks, experts) in enumerate(stages)
-                ),
-            )
+        own = (
+            StagePlan(replicas=(ranks,), layers=(s * each, (s + 1) * each), experts=experts)
+            for s, (ranks, experts) in enumerate(stages)
         )
-    cards = cluster.cards
-    plan = Plan(
-        model=MODEL,
-        sequence_length=512,
-        global_batch_size=8,
-        ranks=tuple(RankPlan(rank=i, device=card.name, type=card.type) for i, card in enumerate(cards)),
-        pipelines=tuple(made),
-        device_types=cluster.device_types,
-        **keys,
-    )
+        made.append(pipeline_of(8 // len(pipelines), own))
+    plan = plan_on(problem(cluster), *made, **keys)
     assert not list(validate_plan(plan))
     return plan
 
@@ -212,17 +193,8 @@ def elements(plan: Plan, unit: str, rank: int, expert: int) -> float:
 
 def test_measured_layers_are_scaled() -> None:
     """What the profile has of a whole layer, by the ratio of the estimates."""
-    unit = UnitProfile(
-        forward_seconds=1.0,
-        backward_seconds=2.0,
-        state_bytes=18.0,
-        activation_bytes=1.0,
-        output_bytes=1.0,
-        transient_bytes=0.0,
-    )
-    entries = tuple(
-        ProfileEntry(device_type=name, embedding=unit, layers=(unit,), head=unit) for name in SPEEDS
-    )
+    own = unit(1.0, 2.0, state=18.0, kept=1.0, output=1.0, transient_bytes=0.0)
+    entries = tuple(entry(name, own) for name in SPEEDS)
     profile = Profile(sequence_length=512, precision="bf16", entries=entries)
     costs = make_costs(problem(three(64, 64, 64), profile=profile))
     guessed = make_costs(problem(three(64, 64, 64)))
@@ -233,8 +205,8 @@ def test_measured_layers_are_scaled() -> None:
     assert some.state_bytes == pytest.approx(18 * few.parameters / alone.parameters)
     assert (some.forward_collectives, some.backward_collectives) == (1, 1)
     # With a layer measured without experts, seconds are on the line between the two.
-    bare = replace(unit, forward_seconds=0.2, backward_seconds=0.8)
-    entries = tuple(replace(entry, bare_layer=bare) for entry in entries)
+    bare = replace(own, forward_seconds=0.2, backward_seconds=0.8)
+    entries = tuple(replace(one, bare_layer=bare) for one in entries)
     costs = make_costs(problem(three(64, 64, 64), profile=replace(profile, entries=entries)))
     none, some = (costs.of_experts("Full", 1, "none", n).units[1] for n in (0, 4))
     assert (none.forward_seconds, none.backward_seconds) == (0.2, 0.8)

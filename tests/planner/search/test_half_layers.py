@@ -6,20 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.by_hand import pipeline_of, plan_on
+from tests.support.models import tiny_model
+from tests.support.project import with_stages
 from tools.bench.problems import endless
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import (
-    PipelinePlan,
-    Plan,
-    RankPlan,
-    StagePlan,
-    layer_units,
-    num_units,
-    plan_unit_parameters,
-    stage_unit_range,
-)
+from yuan_train.config.plan import StagePlan, layer_units, num_units, plan_unit_parameters, stage_unit_range
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.expert_costs import divides_alike
@@ -30,15 +23,8 @@ from yuan_train.planner.search.local import descend, move_halves
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options
 
-MODEL = ModelConfig(
-    name="m",
-    num_layers=3,
-    hidden_size=1024,
-    num_attention_heads=8,
-    ffn_hidden_size=2048,
-    vocab_size=1024,
-    tie_embeddings=False,
-)
+WIDE = {"hidden_size": 1024, "num_attention_heads": 8, "ffn_hidden_size": 2048, "tie_embeddings": False}
+MODEL = tiny_model("yuan", num_layers=3, vocab_size=1024, **WIDE)
 PROBLEM = PlanProblem(
     cluster=Cluster(
         name="two",
@@ -86,8 +72,8 @@ def test_units_of_a_plan_that_divides_a_layer() -> None:
 def test_a_half_keeps_its_own_input_under_full_recompute() -> None:
     plan = found(half_layers=True).plan
     costs = make_costs(PROBLEM)
-    stages = tuple(replace(stage, recompute="full") for stage in plan.pipelines[0].stages)
-    recomputed = replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),))
+    stages = (replace(stage, recompute="full") for stage in plan.pipelines[0].stages)
+    recomputed = with_stages(plan, *stages)
     hidden = costs.hidden_bytes(1)
     first, second = cost_plan(costs, recomputed).stages
     # For each micro-batch in flight on the first stage; the embedding keeps its tokens, the head its own.
@@ -107,20 +93,9 @@ def unlike(devices: int = 1) -> PlanProblem:
         NodeGroup(name=name, device=name, devices=devices, link=network, network=network)
         for name in ("Fast", "Roomy")
     )
-    model = ModelConfig(
-        name="experts",
-        num_layers=6,
-        hidden_size=2048,
-        num_attention_heads=16,
-        ffn_hidden_size=2048,
-        vocab_size=8192,
-        tie_embeddings=False,
-        max_sequence_length=8192,
-        num_experts=24,
-        experts_per_token=2,
-        expert_ffn_hidden_size=2048,
-        router="softmax",
-    )
+    experts = {"num_experts": 24, "experts_per_token": 2, "expert_ffn_hidden_size": 2048, "router": "softmax"}
+    sizes = WIDE | {"num_layers": 6, "hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 8192}
+    model = tiny_model("yuan", **sizes, **experts, max_sequence_length=8192)
     cluster = Cluster(name="unlike", nodes=nodes, device_types={"Fast": fast, "Roomy": roomy})
     return replace(PROBLEM, cluster=cluster, model=model, sequence_length=8192, global_batch_size=8)
 
@@ -147,28 +122,17 @@ def test_pipelines_that_divide_experts_are_shifted_alike_or_not_at_all() -> None
     """Two equal pipelines, each a group of two cards and a single card: one border shifted alone would divide
     half a layer's experts in one pipeline and not in the other."""
     problem = unlike(3)
-    pipelines = tuple(
-        PipelinePlan(
-            micro_batch_size=1,
-            num_micro_batches=4,
-            stages=(
-                StagePlan(replicas=(group,), layers=(0, 1), embedding=True, experts=(12, 12)),
-                StagePlan(replicas=((single,),), layers=(1, 6), head=True),
+    pipelines = (
+        pipeline_of(
+            4,
+            (
+                StagePlan(replicas=(group,), layers=(0, 1), experts=(12, 12)),
+                StagePlan(replicas=((single,),), layers=(1, 6)),
             ),
         )
         for group, single in (((0, 1), 3), ((4, 5), 2))
     )
-    plan = Plan(
-        cluster=problem.cluster.name,
-        model=problem.model,
-        sequence_length=problem.sequence_length,
-        global_batch_size=problem.global_batch_size,
-        ranks=tuple(
-            RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(problem.cluster.cards)
-        ),
-        pipelines=pipelines,
-        device_types=problem.cluster.device_types,
-    )
+    plan = plan_on(problem, *pipelines)
     assert not list(validate_plan(plan))
     costs = make_costs(problem)
     options = read_options(SearchConfig(micro_batch_size=(1,)), micro_batch_size=1, model=problem.model)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.planner.by_hand import pipeline, plan_on
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
+from tests.support.project import with_stages
 from yuan_train.config.cluster import Host
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import HostProfile, Profile, merge_profiles
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -20,6 +21,7 @@ from yuan_train.planner.search.paged import STEPS
 
 BIG = replace(MODEL, num_layers=8, hidden_size=512, ffn_hidden_size=2048)
 """Large enough that the states decide, not the activations."""
+TWO_OWNERS = {"pipelines": (2,), "recompute": ("none",), "optimizer_sharding": (True,)}
 
 
 def fractions(plan):
@@ -32,12 +34,21 @@ def memory_of(model, **search):
     return find(given, **search).best.cost.stages[0].memory
 
 
-def test_a_plan_that_fits_offloads_nothing():
-    given = problem(cluster(Fast=(2, card(speed=3.0)), Slow=(2, card(speed=1.0))))
-    without, with_hosts = find(given), find(given, offload=("optimizer",))
-    assert with_hosts.best.step_seconds == pytest.approx(without.best.step_seconds, rel=1e-9)
-    assert with_hosts.exact == without.exact
-    assert set(fractions(with_hosts.best.plan)) == {0.0}
+@pytest.mark.parametrize(
+    ("types", "model", "keys", "offload"),
+    [
+        ({"Fast": (2, card(speed=3.0)), "Slow": (2, card())}, MODEL, {}, ("optimizer",)),
+        ({"Fast": (2, card(speed=3.0)), "Slow": (1, card())}, MODEL, {}, ("activations",)),
+        ({"Card": (1, card())}, MODEL, {}, ("optimizer", "parameters", "disk")),
+        ({"Large": (1, card(8.0)), "Small": (1, card())}, BIG, TWO_OWNERS, ("optimizer",)),
+    ],
+)
+def test_a_plan_that_fits_keeps_nothing_beside_its_cards(types, model, keys, offload):
+    given = problem(cluster(**types), model=model)
+    without, found = find(given, **keys), find(given, offload=offload, **keys)
+    assert found.best.step_seconds == pytest.approx(without.best.step_seconds, rel=1e-9)
+    assert found.best.plan.pipelines == without.best.plan.pipelines and not beside_cards(found.best.plan)
+    assert found.exact == without.exact
 
 
 def test_the_smallest_fraction_that_fits():
@@ -50,9 +61,8 @@ def test_the_smallest_fraction_that_fits():
     (fraction,) = fractions(found.best.plan)
     assert found.best.cost.fits and 0.25 <= fraction <= 0.25 + 2 / STEPS
     costs = make_costs(given)
-    (pipeline,) = found.best.plan.pipelines
-    less = replace(pipeline.stages[0], optimizer_offload=fraction - 1 / STEPS)
-    fewer = replace(found.best.plan, pipelines=(replace(pipeline, stages=(less,)),))
+    (stage,) = found.best.plan.pipelines[0].stages
+    fewer = with_stages(found.best.plan, replace(stage, optimizer_offload=fraction - 1 / STEPS))
     assert not cost_plan(costs, fewer).fits
 
 
@@ -138,37 +148,19 @@ def test_never_slower_than_every_cut_and_fraction_of_three_unlike_cards():
 
 def pipeline_of(given, order, bounds):
     """One pipeline of single cards, cut at these layers."""
-    stages = tuple(
-        StagePlan(
-            replicas=((s,),),
-            layers=(bounds[s], bounds[s + 1]),
-            embedding=s == 0,
-            head=s == len(order) - 1,
-            recompute="none",
-        )
-        for s in range(len(order))
-    )
-    return Plan(
-        model=given.model,
-        sequence_length=given.sequence_length,
-        global_batch_size=given.global_batch_size,
-        ranks=tuple(RankPlan(rank=i, device=c.name, type=c.type) for i, c in enumerate(order)),
-        pipelines=(
-            PipelinePlan(micro_batch_size=1, num_micro_batches=given.global_batch_size, stages=stages),
-        ),
-    )
+    stages = [(((s,),), end - start) for s, (start, end) in enumerate(itertools.pairwise(bounds))]
+    return plan_on(given, pipeline(given.global_batch_size, stages), cards=order)
 
 
 def in_eighths(costs, plan):
     """The cost of the plan with each stage's smallest fraction that fits."""
-    (pipeline,) = plan.pipelines
     over = [stage.memory.total - stage.capacity_bytes for stage in cost_plan(costs, plan).stages]
     state = [stage.memory.optimizer for stage in cost_plan(costs, plan).stages]
-    stages = tuple(
+    stages = (
         replace(stage, optimizer_offload=min(1.0, max(0, math.ceil(8 * more / (own or 1.0))) / 8))
-        for stage, more, own in zip(pipeline.stages, over, state, strict=True)
+        for stage, more, own in zip(plan.pipelines[0].stages, over, state, strict=True)
     )
-    return cost_plan(costs, replace(plan, pipelines=(replace(pipeline, stages=stages),)))
+    return cost_plan(costs, with_stages(plan, *stages))
 
 
 def test_a_host_that_is_not_stated_is_as_large_as_the_cards() -> None:

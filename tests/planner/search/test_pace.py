@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.planner.by_hand import entry, unit
 from tests.planner.search.test_search import card, cluster, problem
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
+from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -27,21 +28,10 @@ def layers_of(plan: Plan, device: str) -> float:
     )
 
 
-def entry(name: str, seconds: float) -> ProfileEntry:
-    unit = UnitProfile(
-        forward_seconds=seconds,
-        backward_seconds=2 * seconds,
-        state_bytes=1e6,
-        activation_bytes=1e5,
-        output_bytes=1e4,
-        transient_bytes=1e4,
-    )
-    return ProfileEntry(device_type=name, embedding=unit, layers=(unit,), head=unit)
-
-
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_a_slow_card_gets_less_and_the_forecast_counts_it(is_measured: bool) -> None:
-    profile = Profile(sequence_length=256, precision="bf16", entries=(entry("Card", 1e-3),))
+    measured = entry("Card", unit(1e-3, 2e-3, transient_bytes=1e4))
+    profile = Profile(sequence_length=256, precision="bf16", entries=(measured,))
     given = problem(cluster(Card=(3, card())), profile=profile if is_measured else None)
     plain = plan_at_pace(given, {}, SEARCH, micro_batch_size=1)
     pace = {"card/1": 3.0, "card/2": 1.04}

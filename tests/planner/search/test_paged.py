@@ -8,6 +8,7 @@ import pytest
 from tests.planner.drafts import draft_of, price_of
 from tests.planner.search.test_offload import BIG, memory_of, pipeline_of
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
+from tests.support.project import with_stages
 from yuan_train.config.cluster import Disk, Host
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.plan_problem import make_costs
@@ -78,12 +79,6 @@ def test_pages_that_no_plan_may_have_are_refused_by_name():
         find(replace(given, model=experts), offload=("parameters",))
 
 
-def test_what_fits_has_no_pages():
-    given = problem(cluster(Card=(1, card())))
-    plain, found = find(given), find(given, offload=("optimizer", "parameters", "disk"))
-    assert found.best.plan.pipelines == plain.best.plan.pipelines
-
-
 def test_a_disk_takes_what_its_host_has_no_room_for():
     whole = memory_of(BIG)
     tight = whole.total - 0.75 * whole.optimizer
@@ -117,8 +112,7 @@ def test_the_core_prices_what_hosts_have_no_room_for_as_on_disks():
 def card_seconds(given, room):
     """The step of two cards whose host has room for that part of what they put there, as `cost_plan` says."""
     plan = find(given, pipelines=(1,), recompute=("none",)).best.plan
-    stages = tuple(replace(stage, optimizer_offload=0.9) for stage in plan.pipelines[0].stages)
-    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=stages),))
+    plan = with_stages(plan, *(replace(stage, optimizer_offload=0.9) for stage in plan.pipelines[0].stages))
     held = max(stage.host_bytes for stage in cost_plan(make_costs(given), plan).stages)
     (node,) = given.cluster.nodes
     memory = int(2 * room * held * 1.001) + 1

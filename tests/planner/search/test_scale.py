@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 
+from tests.support.models import tiny_model
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
-from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
@@ -24,15 +24,8 @@ def group(device: str, count: int, devices: int, bandwidth: float) -> NodeGroup:
 
 
 def on_nodes(*nodes: NodeGroup, batch: int, num_layers: int = 4) -> PlanProblem:
-    model = ModelConfig(
-        name="small",
-        num_layers=num_layers,
-        hidden_size=512,
-        num_attention_heads=8,
-        ffn_hidden_size=2048,
-        vocab_size=8192,
-        tie_embeddings=True,
-    )
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "ffn_hidden_size": 2048, "vocab_size": 8192}
+    model = tiny_model("yuan", num_layers=num_layers, **sizes)
     return PlanProblem(
         cluster=Cluster(name="many", nodes=nodes),
         model=model,

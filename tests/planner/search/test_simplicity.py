@@ -10,10 +10,12 @@ import pytest
 
 from tests.planner.search.test_offload import pipeline_of
 from tests.planner.search.test_search import MODEL, card, cluster, find, problem
+from tests.support.project import with_stages
 from yuan_train.config.cluster import Link
 from yuan_train.config.errors import PlanError
+from yuan_train.config.plan import Plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.native.evaluator import Evaluator
 from yuan_train.planner.search.candidate import Candidate, first_shape
@@ -21,16 +23,20 @@ from yuan_train.planner.search.shapes import read_options
 from yuan_train.planner.search.simplicity import NAMES, burdens, passed_over, prefer_simple, simplicity_note
 
 
+def plain_and_deep(given: PlanProblem) -> list[Plan]:
+    """Two equal stages; and the same with a warm-up of its own."""
+    plain = pipeline_of(given, given.cluster.cards, (0, MODEL.num_layers // 2, MODEL.num_layers))
+    first, last = plain.pipelines[0].stages
+    return [plain, with_stages(plain, replace(first, in_flight=4), last)]
+
+
 def test_a_warm_up_that_gains_little_is_left_out_and_one_that_gains_more_is_not() -> None:
     # Over a slow link a deeper warm-up hides the messages.
     (group,) = cluster(Card=(1, card())).nodes
     slow = replace(group, count=2, network=Link(bandwidth=3e7, latency=1e-5))
     given = problem(replace(cluster(Card=(1, card())), nodes=(slow,)), global_batch_size=16)
-    costs, half = make_costs(given), MODEL.num_layers // 2
-    plain = pipeline_of(given, given.cluster.cards, (0, half, MODEL.num_layers))
-    (pipeline,) = plain.pipelines
-    first, last = pipeline.stages
-    deep = replace(plain, pipelines=(replace(pipeline, stages=(replace(first, in_flight=4), last)),))
+    costs = make_costs(given)
+    plain, deep = plain_and_deep(given)
     assert [a - b for a, b in zip(burdens(deep), burdens(plain), strict=True)] == [
         int(name == "warm-ups of their own") for name in NAMES
     ]
@@ -93,11 +99,7 @@ def test_effort_is_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_run_without_a_thing_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations away may need the depths that a simpler plan would leave out."""
     given = problem(cluster(Card=(2, card())), global_batch_size=16)
-    costs, half = make_costs(given), MODEL.num_layers // 2
-    plain = pipeline_of(given, given.cluster.cards, (0, half, MODEL.num_layers))
-    (pipeline,) = plain.pipelines
-    first, last = pipeline.stages
-    deep = replace(plain, pipelines=(replace(pipeline, stages=(replace(first, in_flight=4), last)),))
+    costs, (_, deep) = make_costs(given), plain_and_deep(given)
     costed = cost_plan(costs, deep)
     fastest = Candidate(plan=deep, cost=costed, shape=first_shape(deep, costed))
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.search.test_offload import BIG, memory_of
+from tests.planner.by_hand import pipeline, plan_on
+from tests.planner.search.test_offload import BIG, TWO_OWNERS, memory_of
 from tests.planner.search.test_search import GIB, card, cluster, find, problem
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 
-KEYS = {"pipelines": (2,), "recompute": ("none",), "optimizer_sharding": (True,)}
 BATCH = 8
 
 
@@ -23,7 +22,7 @@ def test_never_slower_than_every_share_of_the_state_of_two_unlike_owners(large):
     whole = memory_of(BIG).total
     types = {"Large": (1, card(large * whole / GIB)), "Small": (1, card(0.62 * whole / GIB))}
     given = problem(cluster(**types), model=BIG, global_batch_size=BATCH)
-    found = find(given, offload=("optimizer",), **KEYS).best
+    found = find(given, offload=("optimizer",), **TWO_OWNERS).best
     assert found.cost.fits and not list(validate_plan(found.plan))
     stages = [pipeline.stages[0] for pipeline in found.plan.pipelines]
     first, second = sorted(stages, key=lambda stage: found.plan.ranks[stage.ranks[0]].type)
@@ -54,26 +53,9 @@ def on_hosts(costs, plan):
 
 def two_pipelines(given, count, share):
     """The first card with so many sequences and eighths of the state, the second with the rest."""
-    whole = StagePlan(replicas=((0,),), layers=(0, given.model.num_layers), embedding=True, head=True)
     parts = ((count, share), (BATCH - count, 8 - share))
-    return Plan(
-        model=given.model,
-        sequence_length=given.sequence_length,
-        global_batch_size=BATCH,
-        optimizer_sharding=True,
-        ranks=tuple(RankPlan(rank=i, device=c.name, type=c.type) for i, c in enumerate(given.cluster.cards)),
-        pipelines=tuple(
-            PipelinePlan(
-                micro_batch_size=1,
-                num_micro_batches=number,
-                stages=(replace(whole, replicas=((i,),), optimizer_share=own),),
-            )
-            for i, (number, own) in enumerate(parts)
-        ),
+    made = (
+        pipeline(number, [(((i,),), given.model.num_layers)], optimizer_share=own)
+        for i, (number, own) in enumerate(parts)
     )
-
-
-def test_cards_with_room_share_as_without_hosts():
-    given = problem(cluster(Large=(1, card(8.0)), Small=(1, card(4.0))), model=BIG, global_batch_size=BATCH)
-    plain, found = find(given, **KEYS), find(given, offload=("optimizer",), **KEYS)
-    assert found.best.plan.pipelines == plain.best.plan.pipelines
+    return plan_on(given, *made, optimizer_sharding=True)
