@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from yuan_kernels import ops, reference
 
+from tests.support.gradients import assert_rounds_no_worse, with_gradients
 from tests.support.memory import kept_bytes
 
 
@@ -57,15 +58,10 @@ def swiglu_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_swiglu_rounds_no_worse_than_its_definition(dtype):
     x, dy = swiglu_inputs(dtype)
-    wide = x.detach().double().requires_grad_()
-    exact = reference.swiglu(wide)
-    truth = exact, *torch.autograd.grad(exact, wide, dy.double())
-    ours, plain = (
-        (y, *torch.autograd.grad(y, x, dy)) for y in (form(x) for form in (ops.swiglu, reference.swiglu))
-    )
-    for a, b, expected in zip(ours, plain, truth, strict=True):
-        assert a.dtype == dtype
-        assert (a.double() - expected).norm() <= 1.1 * (b.double() - expected).norm()
+    exact = with_gradients(reference.swiglu, x.double(), scale=dy.double())
+    ours, plain = (with_gradients(form, x, scale=dy) for form in (ops.swiglu, reference.swiglu))
+    assert {one.dtype for one in ours} == {dtype}
+    assert_rounds_no_worse(ours, plain, exact, most=1.1)
 
 
 def test_swiglu_saves_only_its_input():

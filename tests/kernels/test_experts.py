@@ -6,6 +6,8 @@ import pytest
 import torch
 from yuan_kernels import dispatch, grouped_linear, ops, products, reference, self_test
 
+from tests.support.gradients import with_gradients
+
 COUNTS = (0, 5, 1, 0, 14)
 CPU = torch.device("cpu")
 
@@ -14,24 +16,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
 
 
-def with_gradients(form, *inputs: torch.Tensor, dy: torch.Tensor | None = None) -> list[torch.Tensor]:
-    leaves = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in inputs]
-    y = form(*leaves)
-    wanted = [x for x in leaves if x.requires_grad]
-    dy = random(*y.shape, dtype=y.dtype) if dy is None else dy
-    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_groups_are_multiplied_as_defined(dtype):
-    x, weight = random(20, 12, dtype=dtype), random(5, 7, 12, dtype=dtype)
-    ours = with_gradients(lambda x, w: ops.grouped_linear(x, w, COUNTS), x, weight)
-    wide = with_gradients(
-        lambda x, w: reference.grouped_linear(x, w, COUNTS),
-        x.double(),
-        weight.double(),
-        dy=random(20, 7, dtype=dtype).double(),
-    )
+    x, weight, dy = random(20, 12, dtype=dtype), random(5, 7, 12, dtype=dtype), random(20, 7, dtype=dtype)
+    ours = with_gradients(lambda x, w: ops.grouped_linear(x, w, COUNTS), x, weight, scale=dy)
+    form = lambda x, w: reference.grouped_linear(x, w, COUNTS)  # noqa: E731
+    wide = with_gradients(form, x.double(), weight.double(), scale=dy.double())
     for a, b in zip(ours, wide, strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(
@@ -106,9 +96,9 @@ def test_the_router_equals_its_definition(dtype, monkeypatch):
     scores = ops.attention_scores(products_T3N)
     chosen = scores.sort(dim=-1, descending=True, stable=True).indices[:, :3]
     dw = random(9, 3, dtype=dtype)
-    ours = with_gradients(lambda p: ops.attention_router_weights(p, chosen), products_T3N, dy=dw)
+    ours = with_gradients(lambda p: ops.attention_router_weights(p, chosen), products_T3N, scale=dw)
     plain = with_gradients(
-        lambda p: reference.attention_scores(p).gather(1, chosen).softmax(-1), products_T3N, dy=dw
+        lambda p: reference.attention_scores(p).gather(1, chosen).softmax(-1), products_T3N, scale=dw
     )
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b)
@@ -117,10 +107,9 @@ def test_the_router_equals_its_definition(dtype, monkeypatch):
 
 def test_wide_products_are_not_rounded():
     x, weight = random(4, 64, dtype=torch.bfloat16), random(6, 64, dtype=torch.bfloat16)
-    ours = with_gradients(ops.wide_linear, x, weight)
-    exact = with_gradients(
-        torch.nn.functional.linear, x.double(), weight.double(), dy=random(4, 6).float().double()
-    )
+    dy = random(4, 6).float()
+    ours = with_gradients(ops.wide_linear, x, weight, scale=dy)
+    exact = with_gradients(torch.nn.functional.linear, x.double(), weight.double(), scale=dy.double())
     assert [t.dtype for t in ours] == [torch.float32, torch.bfloat16, torch.bfloat16]
     for a, b, tolerance in zip(ours, exact, (1e-5, 2e-2, 2e-2), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
@@ -145,10 +134,8 @@ def test_rows_are_copied_and_summed_slot_by_slot(dtype):
 
 def test_a_head_may_be_rotated_in_part():
     x, angles = random(1, 3, 2, 12), random(1, 3, 2)
-    ours = with_gradients(lambda x: ops.rotary(x, angles.cos(), angles.sin()), x)
-    first = with_gradients(
-        lambda x: ops.rotary(x[..., :4], angles.cos(), angles.sin()), x, dy=random(1, 3, 2, 12)[..., :4]
-    )
+    ours = with_gradients(lambda x: ops.rotary(x, angles.cos(), angles.sin()), x, scale=x)
+    first = with_gradients(lambda x: ops.rotary(x[..., :4], angles.cos(), angles.sin()), x, scale=x[..., :4])
     assert torch.equal(ours[0][..., :4], first[0]) and torch.equal(ours[0][..., 4:], x[..., 4:])
     assert torch.equal(ours[1][..., :4], first[1][..., :4])
     with pytest.raises(ValueError, match="cos has shape"):

@@ -9,6 +9,8 @@ from torch import Tensor
 from yuan_kernels import dispatch, ops, reference
 from yuan_kernels import localized_filter as sandwich
 
+from tests.support.gradients import assert_close, assert_rounds_no_worse, with_gradients
+
 BATCH = 2
 
 
@@ -36,19 +38,10 @@ def make_starts(tokens: int, *, batch: int = BATCH, seed: int = 0, rate: float =
     return torch.rand(batch, tokens, generator=torch.Generator().manual_seed(seed)) < rate
 
 
-def two_convolutions(x: Tensor, weights) -> Tensor:
+def two_convolutions(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """The published form: each convolution padded with one zero on the left."""
-    w1, b1, w2, b2 = weights
     c = F.conv1d(F.pad(x.transpose(1, 2), (1, 0)), w1, b1)
     return F.conv1d(F.pad(c, (1, 0)), w2, b2).transpose(1, 2)
-
-
-def with_gradients(form, x: Tensor, weights, **options) -> list[Tensor]:
-    """Result, then the gradients of x and the weights under an upstream gradient that is not uniform."""
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *weights)]
-    y = form(*leaves, **options)
-    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    return [y.detach(), *torch.autograd.grad(y, leaves, upstream.to(y.dtype))]
 
 
 @pytest.mark.parametrize("form", [reference.localized_filter, sandwich.localized_filter])
@@ -70,32 +63,23 @@ def test_worked_example(form):
 @pytest.mark.parametrize("form", [reference.localized_filter, sandwich.localized_filter])
 def test_equals_two_convolutions(form):
     x, weights = make_inputs(13)
-    torch.testing.assert_close(form(x, *weights), two_convolutions(x, weights), rtol=0, atol=1e-12)
+    torch.testing.assert_close(form(x, *weights), two_convolutions(x, *weights), rtol=0, atol=1e-12)
 
 
 @given(
     tokens=st.integers(1, 9),
     hidden=st.sampled_from([2, 6, 14]),
     batch=st.integers(1, 3),
-    rate=st.sampled_from([0.0, 0.3, 1.0]),
+    rate=st.sampled_from([None, 0.0, 0.3, 1.0]),
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, derandomize=True, max_examples=60)
 def test_sandwich_equals_reference(tokens, hidden, batch, rate, seed):
     x, weights = make_inputs(tokens, hidden, batch=batch, seed=seed)
-    starts = make_starts(tokens, batch=batch, seed=seed, rate=rate)
-    ours = with_gradients(sandwich.localized_filter, x, weights, document_start=starts)
-    expected = with_gradients(reference.localized_filter, x, weights, document_start=starts)
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
-def test_without_resets_equals_reference():
-    x, weights = make_inputs(7)
-    ours = with_gradients(sandwich.localized_filter, x, weights)
-    expected = with_gradients(reference.localized_filter, x, weights)
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    starts = None if rate is None else make_starts(tokens, batch=batch, seed=seed, rate=rate)
+    ours = with_gradients(sandwich.localized_filter, x, *weights, document_start=starts)
+    expected = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
+    assert_close(ours, expected)
 
 
 @given(
@@ -120,7 +104,7 @@ def test_every_form_equals_the_reference(tokens, batch, rate, block, form, with_
             first = state or reference.empty_filter_state(x, w1)
             return function(x, (w1, b1, w2, b2), first if function is stepped else (state or None))
 
-        return with_gradients(call, x, [*weights, *state])
+        return with_gradients(call, x, *weights, *state)
 
     def stepped(x, weights, state):
         return reference.localized_filter_step(x, state, *weights, document_start=starts)[0]
@@ -132,8 +116,7 @@ def test_every_form_equals_the_reference(tokens, batch, rate, block, form, with_
         patch.setattr(sandwich, "_BLOCK", block)
         patch.setattr(dispatch, "implementation", lambda *_: form)
         actual = results_of(ours)
-    for a, b in zip(actual, results_of(stepped), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert_close(actual, results_of(stepped))
 
 
 @pytest.mark.parametrize("cut", [2, 5, 10])
@@ -151,10 +134,9 @@ def test_a_split_sequence_equals_the_whole(cut, with_starts):
         right = ops.localized_filter(x[:, cut:], w1, b1, w2, b2, document_start=second, before=state)
         return torch.cat((left, right), dim=1)
 
-    ours = with_gradients(in_two, x, weights, document_start=starts)
-    expected = with_gradients(reference.localized_filter, x, weights, document_start=starts)
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    ours = with_gradients(in_two, x, *weights, document_start=starts)
+    expected = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
+    assert_close(ours, expected)
 
 
 def test_a_state_does_not_affect_a_document_that_begins_after_it():
@@ -223,10 +205,9 @@ def test_gradients_do_not_cross_documents():
 def test_odd_sizes(batch, tokens, with_starts):
     x, weights = make_inputs(tokens, 6, batch=batch)
     starts = make_starts(tokens, batch=batch) if with_starts else None
-    ours = with_gradients(ops.localized_filter, x, weights, document_start=starts)
-    expected = with_gradients(reference.localized_filter, x, weights, document_start=starts)
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    ours = with_gradients(ops.localized_filter, x, *weights, document_start=starts)
+    expected = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
+    assert_close(ours, expected)
 
 
 def test_non_contiguous():
@@ -235,29 +216,23 @@ def test_non_contiguous():
     strided.copy_(x)
     transposed = tuple(w.clone().mT.contiguous().mT if w.dim() == 3 else w for w in weights)
     assert not strided.is_contiguous() and not transposed[0].is_contiguous()
-    ours = with_gradients(ops.localized_filter, strided, transposed)
-    for a, b in zip(ours, with_gradients(ops.localized_filter, x, weights), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    ours = with_gradients(ops.localized_filter, strided, *transposed)
+    assert_close(ours, with_gradients(ops.localized_filter, x, *weights))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_no_worse_than_the_plain_form(dtype):
     x, weights = make_inputs(64, 64, dtype=dtype)
-    exact = with_gradients(two_convolutions_of, x.double(), [w.double() for w in weights])
-    plain = with_gradients(two_convolutions_of, x, weights)
-    ours = with_gradients(ops.localized_filter, x, weights)
-    for a, b, truth in zip(ours, plain, exact, strict=True):
-        assert (a.double() - truth).norm() <= 2 * (b.double() - truth).norm()
-
-
-def two_convolutions_of(x, w1, b1, w2, b2):
-    return two_convolutions(x, (w1, b1, w2, b2))
+    exact = with_gradients(two_convolutions, x.double(), *(w.double() for w in weights))
+    plain = with_gradients(two_convolutions, x, *weights)
+    ours = with_gradients(ops.localized_filter, x, *weights)
+    assert_rounds_no_worse(ours, plain, exact)
 
 
 @pytest.mark.parametrize("needed", range(5))
 def test_one_gradient_alone(needed):
     x, weights = make_inputs(5)
-    expected = with_gradients(reference.localized_filter, x, weights)[1 + needed]
+    expected = with_gradients(reference.localized_filter, x, *weights)[1 + needed]
     inputs = [x, *weights]
     inputs[needed] = inputs[needed].clone().requires_grad_()
     y = ops.localized_filter(*inputs)
@@ -282,14 +257,12 @@ def test_sharded_channels_sum_to_the_whole():
 def test_data_and_weight_gradients_are_separable(with_starts):
     x, weights = make_inputs(6)
     starts = make_starts(6) if with_starts else None
-    wanted_y, dx, *dweights = with_gradients(reference.localized_filter, x, weights, document_start=starts)
+    wanted_y, dx, *dweights = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
     y, taps = ops.localized_filter_forward(x, *weights, document_start=starts)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     ours, dz, _ = ops.localized_filter_data_gradient(dy, weights[0], weights[2], document_start=starts)
-    torch.testing.assert_close(y, wanted_y, rtol=0, atol=1e-12)
-    torch.testing.assert_close(ours, dx, rtol=0, atol=1e-12)
-    for a, b in zip(ops.localized_filter_weight_gradient(x, taps, dz, dy), dweights, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert_close((y, ours), (wanted_y, dx))
+    assert_close(ops.localized_filter_weight_gradient(x, taps, dz, dy), dweights)
 
 
 @given(

@@ -26,22 +26,13 @@ CASES = {
     "rms_norm": lambda: (YUAN.rms_norm, (random(2, 3, 8), random(8), 1e-6)),
     "add_rms_norm": lambda: (YUAN.add_rms_norm, (random(2, 3, 8), random(2, 3, 8), random(8), 1e-6)),
     "filter": lambda: (YUAN.localized_filter, (*filter_inputs(), starts(), None, None)),
-    "filter_before": lambda: (
-        YUAN.localized_filter,
-        (*filter_inputs(), None, random(2, 6), random(2, 3)),
-    ),
-    "sum": lambda: (
-        YUAN.linear_cross_entropy,
-        (random(4, 6), random(9, 6), TARGETS, -100, 2, True, True),
-    ),
+    "filter_before": lambda: (YUAN.localized_filter, (*filter_inputs(), None, random(2, 6), random(2, 3))),
+    "sum": lambda: (YUAN.linear_cross_entropy, (random(4, 6), random(9, 6), TARGETS, -100, 2, True, True)),
     "linear": lambda: (YUAN.linear, (random(2, 3, 8), random(5, 8), random(5))),
     "attention": lambda: (YUAN.causal_attention, tuple(random(1, 4, 2, 8) for _ in range(3))),
     "rotary": lambda: (YUAN.rotary, (random(2, 3, 2, 4), *(random(1, 3, 2, grad=False),) * 2, False)),
     "swiglu": lambda: (YUAN.swiglu, (random(2, 3, 8),)),
-    "partly_rotated": lambda: (
-        YUAN.rotary,
-        (random(2, 3, 2, 8), *(random(1, 3, 2, grad=False),) * 2, False),
-    ),
+    "partly_rotated": lambda: (YUAN.rotary, (random(2, 3, 2, 8), *(random(1, 3, 2, grad=False),) * 2, False)),
     "wide_linear": lambda: (YUAN.wide_linear, tuple(random(n, 8, dtype=torch.bfloat16) for n in (3, 5))),
     "grouped_linear": lambda: (YUAN.grouped_linear, (random(6, 4), random(3, 5, 4), [2, 0, 4])),
     "grouped_weight_gradient": lambda: (

@@ -3,50 +3,29 @@
 import pytest
 import torch
 
+from tests.support.models import tiny_model
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.transformer import Transformer, init_weights
+
+PARTS = ("layers", "embedding", "head", "recompute", "recompute_layers")
 
 
 @pytest.fixture
 def make_config():
     def make(**changes) -> ModelConfig:
-        sizes = dict(
-            name="tiny",
-            num_layers=3,
-            hidden_size=24,
-            num_attention_heads=3,
-            ffn_hidden_size=40,
-            vocab_size=50,
-            init_std=0.3,  # far from 0, so that every term matters
-            max_sequence_length=64,
-        )
-        return ModelConfig(**{**sizes, **changes})
+        sizes = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 3, "ffn_hidden_size": 40}
+        # Weights far from 0, so that every term matters.
+        sizes |= {"vocab_size": 50, "init_std": 0.3, "max_sequence_length": 64}
+        return tiny_model("yuan", **(sizes | changes))
 
     return make
 
 
 @pytest.fixture
 def make_model(make_config):
-    def make(
-        *,
-        seed=7,
-        dtype=torch.float64,
-        layers=None,
-        embedding=True,
-        head=True,
-        recompute="none",
-        recompute_layers=None,
-        **changes,
-    ):
-        model = Transformer(
-            make_config(**changes),
-            layers=layers,
-            embedding=embedding,
-            head=head,
-            recompute=recompute,
-            recompute_layers=recompute_layers,
-            dtype=dtype,
-        )
+    def make(*, seed=7, dtype=torch.float64, **changes):
+        part = {key: changes.pop(key) for key in PARTS if key in changes}
+        model = Transformer(make_config(**changes), dtype=dtype, **part)
         init_weights(model, seed=seed)
         return model
 

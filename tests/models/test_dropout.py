@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
+from tests.support.project import difference, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import ConfigError
 from yuan_train.models import dropout
@@ -91,9 +91,9 @@ def test_the_gradient_has_the_mask_of_the_forward() -> None:
     assert x.grad is not None and torch.equal(x.grad != 0, out != 0)
 
 
-def test_attention_dropout_is_refused(tmp_path: Path) -> None:
+def test_attention_dropout_is_refused(run_file: Path) -> None:
     with pytest.raises(ConfigError, match="attention_dropout: wanted 0, got 0.1: .* use hidden_dropout"):
-        run_config(make_project(tmp_path), "model.attention_dropout=0.1")
+        run_config(run_file, "model.attention_dropout=0.1")
 
 
 PLANS: dict[str, dict] = {
@@ -105,10 +105,7 @@ PLANS: dict[str, dict] = {
 OVERRIDES = ("train.precision=fp64", "train.steps=2", "validation.every=2", "model.hidden_dropout=0.2")
 
 
-def test_no_plan_changes_a_mask(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_file = make_project(tmp_path_factory.mktemp("project"))
+def test_no_plan_changes_a_mask(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_config(run_file, *OVERRIDES)
     curve = run_alone(Case(run_file, tmp_path / "alone", None, OVERRIDES))
     without = run_alone(Case(run_file, tmp_path / "none", None, (*OVERRIDES, "model.hidden_dropout=0")))

@@ -275,14 +275,8 @@ SCALINGS = st.fixed_dictionaries(
     optional={
         key: st.floats(0.5, 100) | NUMBERS
         for key in (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
+            *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            *("attention_factor", "beta_fast", "beta_slow", "mscale"),
         )
     },
 )

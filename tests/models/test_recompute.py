@@ -17,15 +17,6 @@ from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.planner.costs.workload import TensorGroup, TokenRows, model_work
 
-MODEL = ModelConfig(
-    name="toy",
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    vocab_size=128,
-    max_sequence_length=64,
-)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -100,12 +91,7 @@ def test_kept_bytes_of_a_rank_of_a_tensor_parallel_group(variant, recompute, div
     monkeypatch.setattr(tensor, "_run_beside", lambda *_: None)
     hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
     kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
-    work = model_work(
-        model,
-        TokenRows(2, 48, "fp32"),
-        logit_rows=48,
-        group=TensorGroup(2, divided),
-    )
+    work = model_work(model, TokenRows(2, 48, "fp32"), logit_rows=48, group=TensorGroup(2, divided))
     tables = 48 * model.rotary_size * 4
     # What comes out is whole; without a division it is as large as the input, which is not counted.
     whole = hidden_BSH.nbytes if divided else 0
@@ -145,7 +131,8 @@ def fresh(choice: Choice) -> dict[str, torch.Tensor]:
 def test_selective_recompute_frees_three_tenths():
     """H = P, F = 4H: of 23 hidden states 16 are kept, in any precision."""
     for precision in ("bf16", "fp32"):
-        layer = model_work(MODEL, TokenRows(1, 48, precision), logit_rows=48).layer
+        model = tiny_model("yuan", ffn_hidden_size=256)
+        layer = model_work(model, TokenRows(1, 48, precision), logit_rows=48).layer
         e = {"bf16": 2, "fp32": 4}[precision]
         assert layer.activation_bytes == 48 * (e * 23 * 64 + 4 * 3 + 4 * 4)
         assert 0.68 < layer.selective_bytes / layer.activation_bytes < 0.71

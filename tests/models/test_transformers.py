@@ -19,11 +19,12 @@ import pytest
 import torch
 
 from tests.support.hf_decoders import write_llama
+from tests.support.models import tiny_model
 from tests.support.yuan_hf import read_published, same_bits
 from yuan_train.checkpoint.hf import export_hf, import_hf, weights_state
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.checkpoint.save import save_checkpoint
-from yuan_train.config.model import ModelConfig, RopeScaling
+from yuan_train.config.model import RopeScaling
 from yuan_train.data.chat import render_chat
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import generate
@@ -227,18 +228,9 @@ MINE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", list(MINE))
 def test_a_model_of_ours_runs_in_transformers(name: str, tmp_path: Path, transformers: Any) -> None:
-    config = ModelConfig(
-        name=name,
-        num_layers=2,
-        hidden_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        ffn_hidden_size=80,
-        vocab_size=96,
-        init_std=0.15,
-        max_sequence_length=40,
-        **MINE[name],
-    )
+    sizes = {"num_layers": 2, "hidden_size": 48, "num_key_value_heads": 2, "ffn_hidden_size": 80}
+    sizes |= {"vocab_size": 96, "init_std": 0.15, "max_sequence_length": 40, "name": name}
+    config = tiny_model("yuan", **sizes, **MINE[name])
     ours = Transformer(config)
     init_weights(ours, seed=3)
     generator = torch.Generator().manual_seed(4)
