@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import Ask, Refuse
 from yuan_train.cli.main import main
 from yuan_train.config.document import read_document
 from yuan_train.report.keys import KINDS, file_keys, file_schema
@@ -49,11 +49,10 @@ def test_keys_that_are_words_of_python_are_told_as_they_are_written() -> None:
     assert "from" in file_schema("cluster")["$defs"]["DedicatedLink"]["required"]
 
 
-def test_keys_of_plans_of_reinforcement_learning_name_those_of_plans_once(capsys) -> None:
+def test_keys_of_plans_of_reinforcement_learning_name_those_of_plans_once(refuse: Refuse) -> None:
     keys = {key.path: key for key in file_keys("rl_plan")}
     assert keys["roles.generation.plan"].type == "keys of plans" and "roles.policy.plan.ranks" not in keys
-    assert main(["keys", "plan", "roles"]) == 2
-    assert "`yuan-train keys rl_plan roles` has some" in capsys.readouterr().err
+    assert "`yuan-train keys rl_plan roles` has some" in refuse("keys", "plan", "roles")
 
 
 def test_a_default_and_a_unit_are_told_as_in_files() -> None:
@@ -64,11 +63,10 @@ def test_a_default_and_a_unit_are_told_as_in_files() -> None:
     assert batch.default is None and batch.type == "integer above 0"
 
 
-def test_the_command_prints_keys_by_prefix_or_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_keys_by_prefix_or_part(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
     assert main(["keys", "run", "optimizer.beta"]) == 0
     assert capsys.readouterr().out.count("optimizer.beta") == 2
-    assert main(["keys", "learning_rate", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = ask("keys", "learning_rate")
     assert set(found) == {"run", "rl"}
     assert found["run"][0]["path"] == "optimizer.learning_rate"
     assert main(["keys"]) == 0
@@ -85,6 +83,5 @@ def test_the_command_prints_keys_by_prefix_or_part(capsys: pytest.CaptureFixture
         ("rn a b", "wanted a kind (run, cluster"),
     ],
 )
-def test_a_wrong_name_ends_with_what_to_do(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keys", *line.split()]) == 2
-    assert words in capsys.readouterr().err
+def test_a_wrong_name_ends_with_what_to_do(line: str, words: str, refuse: Refuse) -> None:
+    assert words in refuse("keys", *line.split())

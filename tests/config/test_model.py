@@ -1,23 +1,18 @@
 """Sizes of models against the published counts, and constraints on models."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.models import tiny_model
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model, validate_model
 
 
-def toy(**changes: object) -> ModelConfig:
-    sizes: dict[str, object] = {
-        "name": "toy",
-        "num_layers": 6,
-        "hidden_size": 768,
-        "num_attention_heads": 12,
-        "ffn_hidden_size": 3072,
-        "vocab_size": 135040,
-    }
-    return ModelConfig(**(sizes | changes))  # type: ignore[arg-type]
+def toy(**changes: Any) -> ModelConfig:
+    sizes = {"num_layers": 6, "hidden_size": 768, "num_attention_heads": 12, "ffn_hidden_size": 3072}
+    return tiny_model("yuan", **({**sizes, "vocab_size": 135040} | changes))
 
 
 def test_the_papers_ablation() -> None:

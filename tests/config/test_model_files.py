@@ -107,7 +107,6 @@ def test_the_model_of_the_checkpoint_to_start_from(tmp_path: Path) -> None:
         ),
         ("empty", r"empty: a folder with neither a config\.json \(Hugging Face\) nor a checkpoint"),
         ("adapter.json", "adapter.json: a config of adapters; wanted the model that they belong to"),
-        ("cluster.yaml", "cluster.yaml: a cluster file; wanted a model file, a name of configs/model"),
         ("gemma", "gemma/config.json: model_type 'gemma'; wanted one of llama"),
         ("slip", "slip/config.json: no hidden_size; wanted the sizes of a decoder"),
         ("list/config.json", "config.json: wanted keys and values, got list|model: wanted keys and values"),
@@ -118,7 +117,6 @@ def test_what_is_no_model(name: str, message: str, tmp_path: Path) -> None:
     for inner in ("empty", "gemma", "list"):
         (folder / inner).mkdir(parents=True)
     (folder / "adapter.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "x"}')
-    (folder / "cluster.yaml").write_text("name: c\nnodes: []\n")
     (folder / "gemma" / "config.json").write_text('{"model_type": "gemma", "num_hidden_layers": 2}')
     (folder / "list" / "config.json").write_text("[1]")
     slip = write_published(folder / "slip", QWEN) / "config.json"

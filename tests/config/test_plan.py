@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.models import tiny_model
 from yuan_train.config.document import parse_document
-from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.errors import PlanError
 from yuan_train.config.load import build, dump
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
@@ -56,6 +58,9 @@ forecast:
        memory: {parameters: 1, gradients: 1, optimizer: 1, activations: 1, logits: 1, buffers: 1,
                 reserved: 1}}
 """
+
+
+FIRST, LAST = "plan.yaml:28: pipelines[0].stages[0]", "plan.yaml:29: pipelines[0].stages[1]"
 
 
 def load(folder: Path, text: str = PLAN) -> Plan:
@@ -110,16 +115,10 @@ def test_written_and_read_again(tmp_path: Path) -> None:
         (
             "[16, 24]",
             "[17, 24]",
-            "plan.yaml:29: pipelines[0].stages[1].layers: layer 16 dropped: no stage holds it; "
-            "this stage must begin at layer 16",
+            f"{LAST}.layers: layer 16 dropped: no stage holds it; this stage must begin at layer 16",
         ),
         ("[16, 24]", "[20, 24]", "layers 16 to 19 dropped"),
-        (
-            "[16, 24]",
-            "[15, 24]",
-            "plan.yaml:29: pipelines[0].stages[1].layers: layer 15 is held twice; "
-            "this stage must begin at layer 16",
-        ),
+        ("[16, 24]", "[15, 24]", f"{LAST}.layers: layer 15 is held twice; this stage must begin at layer 16"),
         (
             "[16, 24]",
             "[16, 23]",
@@ -127,7 +126,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             "the last stage must end at 24",
         ),
         ("[16, 24]", "[16, 25]", "the stages hold layers up to 25, but the model has 24"),
-        ("[0, 16]", "[1, 16]", "plan.yaml:28: pipelines[0].stages[0].layers: layer 0 dropped"),
+        ("[0, 16]", "[1, 16]", f"{FIRST}.layers: layer 0 dropped"),
         ("[16, 24]", "[24, 16]", "[24, 16] ends before it begins; layers are [first, end)"),
         ("[16, 24]", "[16]", "stages[1].layers[1]: missing"),
         ("[16, 24]", "[16, 20, 24]", "stages[1].layers: "),
@@ -135,14 +134,9 @@ def test_written_and_read_again(tmp_path: Path) -> None:
         (
             "embedding: true, ",
             "",
-            "plan.yaml:28: pipelines[0].stages[0].embedding: the first stage must hold the "
-            "embedding; set embedding: true",
+            f"{FIRST}.embedding: the first stage must hold the embedding; set embedding: true",
         ),
-        (
-            "head: true, ",
-            "",
-            "plan.yaml:29: pipelines[0].stages[1].head: the last stage must hold the head; set head: true",
-        ),
+        ("head: true, ", "", f"{LAST}.head: the last stage must hold the head; set head: true"),
         (
             "head: true, ",
             "head: true, embedding: true, ",
@@ -159,11 +153,7 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             "plan.yaml:18: ranks[1].rank: wanted 1, got 0; list each rank once, in order, from 0",
         ),
         ("a100-0/1", "a100-0/0", "plan.yaml:16: ranks: card 'a100-0/0' is named 2 times; one rank per card"),
-        (
-            "[[0, 1]]",
-            "[[0, 0]]",
-            "plan.yaml:28: pipelines[0].stages[0].replicas: rank 0 is named twice in this stage",
-        ),
+        ("[[0, 1]]", "[[0, 0]]", f"{FIRST}.replicas: rank 0 is named twice in this stage"),
         (
             "[[2], [3]]",
             "[[2], [1]]",
@@ -233,16 +223,8 @@ def test_written_and_read_again(tmp_path: Path) -> None:
             "recompute: full, in_flight: 1",
             "stages[1].in_flight: 1, but each of 2 replicas must hold one",
         ),
-        (
-            "layers: [0, 16]",
-            "layers: [0, 15.25]",
-            "stages[0].layers[1]: wanted a multiple of 0.5, got 15.25",
-        ),
-        (
-            "layers: [0, 16]",
-            "layers: [0, 15.5]",
-            "stages[1].layers: layers [15.5, 16) dropped",
-        ),
+        ("layers: [0, 16]", "layers: [0, 15.25]", "stages[0].layers[1]: wanted a multiple of 0.5, got 15.25"),
+        ("layers: [0, 16]", "layers: [0, 15.5]", "stages[1].layers: layers [15.5, 16) dropped"),
         (
             "recompute: none",
             "recompute: none, recompute_layers: 2",
@@ -371,16 +353,8 @@ def test_missing_and_torn_files_are_plan_errors(tmp_path: Path) -> None:
 # --- any valid plan --------------------------------------------------------------------------------------
 
 
-def model(**changes: object) -> ModelConfig:
-    sizes: dict[str, object] = {
-        "name": "toy",
-        "num_layers": 24,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 256,
-        "vocab_size": 1024,
-    }
-    return ModelConfig(**(sizes | changes))  # type: ignore[arg-type]
+def model(**changes: Any) -> ModelConfig:
+    return tiny_model("yuan", **({"num_layers": 24, "ffn_hidden_size": 256, "vocab_size": 1024} | changes))
 
 
 @st.composite
@@ -444,10 +418,6 @@ def test_a_moved_layer_boundary_is_always_refused(plan: Plan, data: st.DataObjec
     )
     with pytest.raises(PlanError, match=r"layers|wanted greater"):
         build(parse_document(dump(value), name="f"), Plan, validate=validate_plan, error=PlanError)
-
-
-def test_exit_codes() -> None:
-    assert (ConfigError.exit_code, PlanError.exit_code) == (2, 2)
 
 
 def test_in_flight_is_for_1f1b_only(tmp_path: Path) -> None:

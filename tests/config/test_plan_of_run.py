@@ -46,9 +46,8 @@ def test_a_plan_belongs_to_its_run(tmp_path: Path) -> None:
     ],
 )
 def test_a_plan_of_another_run(tmp_path: Path, other: RunConfig, message: str) -> None:
-    with pytest.raises(PlanError) as error:
+    with pytest.raises(PlanError, match=message):
         check_plan_of_run(load(tmp_path), other)
-    assert message in str(error.value)
 
 
 def test_all_differences_in_one_pass(tmp_path: Path) -> None:

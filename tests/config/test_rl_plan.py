@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.config.test_express import run
+from tests.support.commands import Ask
+from tests.support.project import on_devices, parse_plan
 from yuan_train.cli.main import main
 from yuan_train.cli.plan_nodes import nodes_of, torchrun_lines
 from yuan_train.config.errors import PlanError
 from yuan_train.config.load import dump
-from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.rl_plan import (
     GenerationPlan,
     ReferencePlan,
@@ -25,40 +25,9 @@ from yuan_train.config.rl_plan import (
     save_rl_plan,
 )
 
-MODEL = ModelConfig(
-    name="toy",
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    ffn_hidden_size=256,
-    vocab_size=128,
-    max_sequence_length=64,
-)
-
-
-def plan_of(pipelines: list[list[list[list[int]]]], cards: list[str], batch: int = 8, **changes: Any) -> Plan:
-    """A plan of [pipeline][stage][replica] ranks over even shares of the layers."""
-    made = []
-    for stages in pipelines:
-        cuts = [MODEL.num_layers * s // len(stages) for s in range(len(stages) + 1)]
-        parts = [
-            StagePlan(
-                replicas=tuple(map(tuple, replicas)),
-                layers=(cuts[s], cuts[s + 1]),
-                embedding=s == 0,
-                head=s == len(stages) - 1,
-            )
-            for s, replicas in enumerate(stages)
-        ]
-        size = batch // len(pipelines)
-        made.append(PipelinePlan(micro_batch_size=2, num_micro_batches=size // 2, stages=tuple(parts)))
-    ranks = tuple(RankPlan(rank=r, device=card, type="T4") for r, card in enumerate(cards))
-    whole = Plan(model=MODEL, sequence_length=64, global_batch_size=batch, ranks=ranks, pipelines=tuple(made))
-    return replace(whole, **changes)
-
-
-POLICY = plan_of([[[[0]], [[1]]]], ["a/0", "a/1"])
-ENGINES = plan_of([[[[0]]], [[[1]]]], ["a/2", "b/0"])
+RUN = run(num_layers=4)
+POLICY = on_devices(parse_plan(RUN, "2x4: 2@0 | 2@1"), "a/0", "a/1")
+ENGINES = on_devices(parse_plan(RUN, "2x2: 4@0 / 2x2: 4@1"), "a/2", "b/0")
 APART = RlPlan(
     mode="async",
     staleness=1,
@@ -125,8 +94,8 @@ def test_ranks_run_role_by_role() -> None:
         (with_generation(with_="servers", plan=None, shares=(0.5, 0.4)), "shares: sum to 0.9"),
         (with_engines(schedule="gpipe"), "roles.generation.plan.schedule: wanted 1f1b, got gpipe"),
         (with_engines(optimizer_sharding=True), "optimizer_sharding: true: optimizer steps"),
-        (with_engines(sequence_length=32), "sequence_length: 32, but the policy has 64"),
-        (with_engines(model=replace(MODEL, rope_base=5.0)), "rope_base: not the policy's"),
+        (with_engines(sequence_length=32), "sequence_length: 32, but the policy has 24"),
+        (with_engines(model=replace(RUN.model, rope_base=5.0)), "rope_base: not the policy's"),
         (with_stage(recompute="full"), r"pipelines\[0\].stages\[0\].recompute: full: backwards"),
         (with_stage(optimizer_offload=0.5), r"stages\[0\].optimizer_offload: 0.5"),
         (
@@ -150,22 +119,13 @@ def test_violations(plan: RlPlan, message: str, tmp_path: Path) -> None:
         load_rl_plan(tmp_path / "plan.yaml")
 
 
-def test_inspect_shows_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_roles(tmp_path: Path, ask: Ask) -> None:
     save_rl_plan(tmp_path / "plan.yaml", APART)
-    assert main(["inspect", str(tmp_path / "plan.yaml"), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert (facts["kind"], facts["mode"], facts["placement"], facts["reference"]) == (
-        "rl_plan",
-        "async",
-        "apart",
-        "host",
-    )
-    assert [(stage["role"], stage["ranks"]) for stage in facts["stages"]] == [
-        ("policy", "0-1"),
-        ("policy", "0-1"),
-        ("generation", "2-3"),
-        ("generation", "2-3"),
-    ]
+    facts = ask("inspect", tmp_path / "plan.yaml")
+    keys = ("kind", "mode", "placement", "reference")
+    assert [facts[key] for key in keys] == ["rl_plan", "async", "apart", "host"]
+    stages = [(stage["role"], stage["ranks"]) for stage in facts["stages"]]
+    assert stages == [("policy", "0-1")] * 2 + [("generation", "2-3")] * 2
     assert [engine["slots"] for engine in facts["engines"]] == [4, 4]
     (tmp_path / "plan.yaml").write_text("kind: rl\nmode: sync\n")
     assert main(["inspect", str(tmp_path / "plan.yaml")]) == 2

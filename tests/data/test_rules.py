@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.project import make_project
 from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.run import load_run
 from yuan_train.data.loader import Blend, open_corpora
@@ -19,17 +18,12 @@ LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
+def tokenizer(run_file: Path) -> Tokenizer:
+    return Tokenizer.load(run_file.parent / "tokenizer")
 
 
-@pytest.fixture(scope="module")
-def tokenizer(project: Path) -> Tokenizer:
-    return Tokenizer.load(project.parent / "tokenizer")
-
-
-def blend_of(project: Path, tokenizer: Tokenizer, *overrides: str, part: str = "train") -> Blend:
-    run = load_run(project, tuple(f"data.{override}" for override in overrides))
+def blend_of(run_file: Path, tokenizer: Tokenizer, *overrides: str, part: str = "train") -> Blend:
+    run = load_run(run_file, tuple(f"data.{override}" for override in overrides))
     return open_corpora(
         [(source.prefix, source.weight) for source in run.data.train],
         sequence_length=LENGTH,
@@ -72,13 +66,13 @@ def test_no_loss_where_the_input_ends_a_document() -> None:
     assert rules.targets(np.array([1, EOD, 2, EOD, EOD, 3])).tolist() == [EOD, _, EOD, _, _]
 
 
-def test_trained_tokens_are_counted(project: Path, tokenizer: Tokenizer) -> None:
-    blend = blend_of(project, tokenizer, "mask_loss_after_eod=true")
+def test_trained_tokens_are_counted(run_file: Path, tokenizer: Tokenizer) -> None:
+    blend = blend_of(run_file, tokenizer, "mask_loss_after_eod=true")
     counts = [blend.batch(first, 1).num_trained for first in range(10)]
     wanted = [int((blend.batch(first, 1).targets != IGNORED).sum()) for first in range(10)]
     assert counts == wanted and min(counts) < LENGTH and blend.masks
     assert blend.batch(2, 7).num_trained == sum(counts[2:9])
-    plain = blend_of(project, tokenizer)
+    plain = blend_of(run_file, tokenizer)
     assert plain.batch(3, 5).num_trained == 5 * LENGTH and not plain.masks
 
 
@@ -102,9 +96,9 @@ def restored(document: str) -> str:
     return document
 
 
-def test_documents_keep_their_characters(project: Path, tokenizer: Tokenizer) -> None:
-    plain = blend_of(project, tokenizer)
-    fim = blend_of(project, tokenizer, "fim_rate=1", "fim_spm_rate=0.5")
+def test_documents_keep_their_characters(run_file: Path, tokenizer: Tokenizer) -> None:
+    plain = blend_of(run_file, tokenizer)
+    fim = blend_of(run_file, tokenizer, "fim_rate=1", "fim_spm_rate=0.5")
     orders = set()
     for sample in range(60):
         before = documents_of(plain.corpora[0].sample(sample), tokenizer)
@@ -119,9 +113,9 @@ def test_documents_keep_their_characters(project: Path, tokenizer: Tokenizer) ->
 
 
 @pytest.mark.parametrize(("rate", "spm"), [(0.0, 0.5), (0.5, 0.5), (1.0, 0.0), (1.0, 1.0)])
-def test_rates(project: Path, tokenizer: Tokenizer, rate: float, spm: float) -> None:
-    plain = blend_of(project, tokenizer)
-    blend = blend_of(project, tokenizer, f"fim_rate={rate}", f"fim_spm_rate={spm}")
+def test_rates(run_file: Path, tokenizer: Tokenizer, rate: float, spm: float) -> None:
+    plain = blend_of(run_file, tokenizer)
+    blend = blend_of(run_file, tokenizer, f"fim_rate={rate}", f"fim_spm_rate={spm}")
     prefix, suffix = tokenizer.piece_id("<FIM_PREFIX>"), tokenizer.piece_id("<FIM_SUFFIX>")
     changed = spm_order = total = 0
     for sample in range(300):
@@ -135,8 +129,8 @@ def test_rates(project: Path, tokenizer: Tokenizer, rate: float, spm: float) -> 
     assert spm_order / max(changed, 1) == pytest.approx(spm if rate else 0, abs=0.13)
 
 
-def test_a_sample_does_not_depend_on_what_was_read_before(project: Path, tokenizer: Tokenizer) -> None:
-    one, two = (blend_of(project, tokenizer, "fim_rate=0.5") for _ in range(2))
+def test_a_sample_does_not_depend_on_what_was_read_before(run_file: Path, tokenizer: Tokenizer) -> None:
+    one, two = (blend_of(run_file, tokenizer, "fim_rate=0.5") for _ in range(2))
     whole = one.batch(0, 12)
     for first in (8, 4, 0):
         part = two.batch(first, 4)
@@ -147,8 +141,8 @@ def test_a_sample_does_not_depend_on_what_was_read_before(project: Path, tokeniz
     assert not np.array_equal(one.corpora[0].sample(0), one.corpora[0].sample(per_epoch))
 
 
-def test_validation_is_not_rearranged(project: Path, tokenizer: Tokenizer) -> None:
-    blend = blend_of(project, tokenizer, "fim_rate=1", part="validation")
+def test_validation_is_not_rearranged(run_file: Path, tokenizer: Tokenizer) -> None:
+    blend = blend_of(run_file, tokenizer, "fim_rate=1", part="validation")
     assert tokenizer.piece_id("<FIM_PREFIX>") not in blend.batch(0, 8).inputs
 
 
@@ -185,9 +179,9 @@ def _fim_data():
         ),
     ],
 )
-def test_contradictory_settings(project: Path, overrides: tuple[str, ...], message: str) -> None:
+def test_contradictory_settings(run_file: Path, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_run(project, overrides)
+        load_run(run_file, overrides)
 
 
 def test_a_tokenizer_without_the_sentinels(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,12 +52,7 @@ def test_published_ids(published: Tokenizer) -> None:
 def test_published_sizes(published: Tokenizer) -> None:
     assert (published.vocab_size, published.eod_id) == (134_958, 77_185)
     assert published.piece_id("<sep>") == 77_187 and published.piece_id("<FIM_MIDDLE>") == 134_957
-    assert published.encode("<eod>") == [
-        529,
-        80687,
-        29881,
-        29958,
-    ]  # as text, without `special`
+    assert published.encode("<eod>") == [529, 80687, 29881, 29958]  # as text, without `special`
 
 
 @pytest.fixture(scope="module")
