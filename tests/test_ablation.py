@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.project import make_project
-from yuan_train.config.model import ModelConfig
-
-TOOL = Path(__file__).parents[1] / "tools" / "ablation_lfa.py"
+from tests.support.models import tiny_model
+from tools import ablation_lfa as tool
 
 
-@pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("ablation_lfa", TOOL)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ablation_lfa"] = module  # dataclasses look up annotations here
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_counts_equal_the_papers(tool: Any) -> None:
+def test_counts_equal_the_papers() -> None:
     counts = {form: tool.count_parameters(form, tool.PAPER_SHAPE) for form in tool.PAPER}
     assert counts == {form: row[0] for form, row in tool.PAPER.items()}
 
 
-SHAPE = ModelConfig(
-    name="small",
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=2,
-    ffn_hidden_size=32,
-    vocab_size=50,
-    attention="plain",
-)
+SHAPE = tiny_model("yuan-plain", num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=50)
 
 
 @pytest.mark.parametrize("form", ["basic", "ema", "conv1", "conv2", "conv3", "conv7", "two", "lfa"])
-def test_no_form_sees_later_tokens(tool: Any, form: str) -> None:
+def test_no_form_sees_later_tokens(form: str) -> None:
     model = tool.build(form, SHAPE, seed=1)
     tokens = torch.randint(0, 50, (2, 20), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
@@ -55,7 +32,7 @@ def test_no_form_sees_later_tokens(tool: Any, form: str) -> None:
     assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 
-def test_the_moving_average_is_the_recurrence(tool: Any) -> None:
+def test_the_moving_average_is_the_recurrence() -> None:
     torch.manual_seed(0)
     average = tool.MovingAverage(3)
     u = torch.randn(1, 9, 3)
@@ -69,16 +46,15 @@ def test_the_moving_average_is_the_recurrence(tool: Any) -> None:
     torch.testing.assert_close(average(u)[0], torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_shared_weights_are_equal(tool: Any) -> None:
+def test_shared_weights_are_equal() -> None:
     models = [dict(tool.build(form, SHAPE, seed=3).named_parameters()) for form in ("basic", "conv2", "lfa")]
     for name, weight in models[0].items():
         assert all(torch.equal(weight, model[name]) for model in models)
 
 
-def test_from_end_to_end(tool: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_project(tmp_path)
+def test_from_end_to_end(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
-        *("--out", tmp_path / "out", "--data", tmp_path / "corpus", "--forms", "basic", "lfa"),
+        *("--out", tmp_path / "out", "--data", run_file.parent / "corpus", "--forms", "basic", "lfa"),
         *("--seeds", 1, 2, "--steps", 3, "--layers", 1, "--hidden", 32, "--vocab-size", 512),
         *("--sequence-length", 16, "--batch-size", 2),
     ]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.project import MODEL, make_project
+from tests.support.project import MODEL
+from tools import lm_eval_yuan as tool
 from yuan_train.config.document import Document
 from yuan_train.config.errors import YuanError
 from yuan_train.config.load import build
@@ -21,26 +19,14 @@ from yuan_train.models.generate import generate
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.evaluate import TrainedModel
 
-TOOL = Path(__file__).parents[1] / "tools" / "lm_eval_yuan.py"
 RESETS = {"reset_position_ids": True, "reset_attention": False, "reset_filter": False}
 
 
 @pytest.fixture(scope="module")
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("lm_eval_yuan", TOOL)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["lm_eval_yuan"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedModel:
-    folder = make_project(tmp_path_factory.mktemp("project")).parent
+def trained(run_file: Path) -> TrainedModel:
     model = Transformer(build(Document("test", MODEL | {"init_std": 0.2}, {}), ModelConfig))
     init_weights(model, seed=1)
-    return TrainedModel(model, Tokenizer.load(folder / "tokenizer"), dict(RESETS))
+    return TrainedModel(model, Tokenizer.load(run_file.parent / "tokenizer"), dict(RESETS))
 
 
 def logprobs(trained: TrainedModel, ids: list[int]) -> torch.Tensor:
@@ -52,7 +38,7 @@ def logprobs(trained: TrainedModel, ids: list[int]) -> torch.Tensor:
     return scores[:-1].gather(1, tokens[0, 1:, None])[:, 0]
 
 
-def test_a_continuation(tool: Any, trained: TrainedModel) -> None:
+def test_a_continuation(trained: TrainedModel) -> None:
     scorer = tool.Scorer(trained)
     assert trained.tokenizer is not None and trained.eod_id is not None
     context, text = "the quick brown", " fox jumps over"
@@ -64,7 +50,7 @@ def test_a_continuation(tool: Any, trained: TrainedModel) -> None:
     assert scorer.continuation("", context)[0] == pytest.approx(scorer.rolling(context), rel=1e-6)
 
 
-def test_generated_text_is_greedy(tool: Any, trained: TrainedModel) -> None:
+def test_generated_text_is_greedy(trained: TrainedModel) -> None:
     scorer = tool.Scorer(trained)
     text = scorer.generate("the quick", [], 6)
     ids = trained.tokenizer.encode("the quick") if trained.tokenizer else []
@@ -81,7 +67,7 @@ def test_generated_text_is_greedy(tool: Any, trained: TrainedModel) -> None:
     assert scorer.generate("the quick", [stop, ""], 6) == text[: text.index(stop)]
 
 
-def test_long_texts_are_scored_in_windows(tool: Any, trained: TrainedModel) -> None:
+def test_long_texts_are_scored_in_windows(trained: TrainedModel) -> None:
     """Each token once; a window begins with the last token of the window before."""
     scorer = tool.Scorer(trained)
     assert trained.tokenizer is not None and trained.eod_id is not None
@@ -98,13 +84,13 @@ def test_long_texts_are_scored_in_windows(tool: Any, trained: TrainedModel) -> N
     assert loss == pytest.approx(float(logprobs(trained, last)[-count:].sum()), rel=1e-4)
 
 
-def test_it_needs_a_tokenizer(tool: Any, trained: TrainedModel) -> None:
+def test_it_needs_a_tokenizer(trained: TrainedModel) -> None:
     with pytest.raises(YuanError, match="no tokenizer"):
         tool.Scorer(TrainedModel(trained.model, None, dict(RESETS)))
     assert tool.main(["--checkpoint", "/nowhere", "--tasks", "x"]) == 2
 
 
-def test_local_tasks_are_yaml(tool: Any, tmp_path: Path) -> None:
+def test_local_tasks_are_yaml(tmp_path: Path) -> None:
     import yaml
 
     names = tool.write_local_task(tmp_path / "tasks", ["some text", "other text"])

@@ -27,19 +27,17 @@ from tools.testbed.nodes import (
     place_on_cores,
     run_together,
 )
+from yuan_train.cli.plan import problem_of
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.plan import ScheduleName
 from yuan_train.config.run import load_run
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 
 ROOT = Path(__file__).parents[1]
 CORES = len(find_cores()) if sys.platform == "linux" else 0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="a testbed needs Linux")
-SPECS = (
-    NodeSpec(name="one", cpu=0.2, network=40e6 / 8),
-    NodeSpec(name="two", cpu=0.2, network=1e9 / 8),
-)
+SPECS = (NodeSpec(name="one", cpu=0.2, network=40e6 / 8), NodeSpec(name="two", cpu=0.2, network=1e9 / 8))
 MEGABYTES = 2
 
 RECEIVE = """
@@ -86,15 +84,7 @@ def test_the_shipped_nodes_load() -> None:
 def test_cuts_over_shared_network_cards() -> None:
     """Each is a lawful plan whose two sums cross the nodes' NICs; without a profile, so none is measured."""
     cluster, config = cuts.make_cluster(12.5e6, (4.0, 6.0)), load_run(cuts.CONFIG, cuts.CHANGES)
-    costs = make_costs(
-        PlanProblem(
-            cluster=cluster,
-            model=config.model,
-            sequence_length=config.data.sequence_length,
-            global_batch_size=config.train.global_batch_size,
-            precision=config.train.precision,
-        )
-    )
+    costs = make_costs(problem_of(config, cluster, None))
     for cut in cuts.CUTS:
         plan = cuts.plan_of(costs, config, cut)
         assert plan.schedule == cut.schedule and plan.pipelines[-1].stages[-1].layers[1] == 8

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Refuse, command
+from tests.support.hosts import answering_ssh
 from tests.support.machines import GIB, MACHINES, FakeMachine, build_tools
 from yuan_train.cli.discover import cluster_text
 from yuan_train.cli.main import main
@@ -99,16 +101,6 @@ def test_where_machines_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [node.name for node in read(text, tmp_path).nodes] == ["gamer-4090", "cpu-only"]
 
 
-SSH = """#!{python}
-import os, sys
-host, *words = sys.argv[1:]
-if host.startswith("lost"):
-    sys.exit("ssh: connect to host lost port 22: No route to host")
-print("Welcome to " + host, flush=True)
-os.execvp("sh", ["sh", "-c", " ".join(words) if host == "me@n1" else "cat {answer}"])
-"""
-
-
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with what the doctor of this machine answers."""
@@ -120,33 +112,23 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ssh(tmp_path: Path, answer: Path) -> str:
-    """Stands for ssh: runs the command here for `me@n1`, and for others tells what it has said before;
-    `lost...` are not reached."""
-    program = tmp_path / "ssh"
-    program.write_text(SSH.format(python=sys.executable, answer=answer))
-    program.chmod(0o755)
-    return str(program)
+    """A stand-in for ssh with which all but 10.0.0.2 run the command here."""
+    (tmp_path / "10.0.0.2.json").write_text(answer.read_text())
+    return answering_ssh(tmp_path)
 
 
-def test_hosts_over_ssh(ssh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_over_ssh(ssh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], refuse: Refuse) -> None:
     """The very doctor of each host answers; its file is one that `plan` takes."""
     out = tmp_path / "new" / "cluster.yaml"
     assert main(["discover", "--hosts", "me@n1, 10.0.0.2", "--ssh", ssh, "--out", str(out)]) == 0
     assert f"written: {out}" in capsys.readouterr().err
     assert [node.name for node in load_cluster(out).nodes] == ["n1", "10.0.0.2"]
     assert list(out.parent.iterdir()) == [out]
-    plan = [
-        "plan",
-        "--cluster",
-        str(out),
-        "--config",
-        str(ROOT / "configs/run/tiny.yaml"),
-        "search.effort=quick",
-    ]
-    assert main([*plan, "--out", str(tmp_path / "plan.yaml")]) == 0
+    plan = ("plan", "--cluster", out, "--config", ROOT / "configs/run/tiny.yaml", "search.effort=quick")
+    assert command(*plan, "--out", tmp_path / "plan.yaml") == 0
     before = out.read_text()
-    assert main(["discover", "--hosts", "n1", "--ssh", ssh, "--out", str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err and out.read_text() == before
+    assert "is there already" in refuse("discover", "--hosts", "n1", "--ssh", ssh, "--out", out)
+    assert out.read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -160,17 +142,12 @@ def test_hosts_over_ssh(ssh: str, tmp_path: Path, capsys: pytest.CaptureFixture[
         ("a@n,b@n", "b@n: named before, at"),
     ],
 )
-def test_hosts_that_do_not_answer(
-    hosts: str, words: str, ssh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_that_do_not_answer(hosts: str, words: str, ssh: str, tmp_path: Path, refuse: Refuse) -> None:
     out = tmp_path / "out" / "cluster.yaml"
-    assert main(["discover", "--hosts", hosts, "--ssh", ssh, "--out", str(out)]) == 2
-    assert words in capsys.readouterr().err and not out.parent.exists()
+    assert words in refuse("discover", "--hosts", hosts, "--ssh", ssh, "--out", out)
 
 
-def test_this_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     out = tmp_path / "cluster.yaml"
     assert main(["discover", "--out", str(out)]) == 0
@@ -178,7 +155,7 @@ def test_this_machine(
 
 
 def test_the_machines_of_a_slurm_job(
-    answer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    answer: Path, tmp_path: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A heterogeneous job: each component is asked by srun with its number."""
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
@@ -197,5 +174,4 @@ def test_the_machines_of_a_slurm_job(
     for group, name, asked in zip("01", "ab", log.read_text().splitlines(), strict=True):
         assert f"--het-group={group} -w {name}1 {doctor}" in asked
     monkeypatch.setenv("SLURM_JOB_NODELIST_HET_GROUP_1", "")
-    assert main(["discover", "--out", str(tmp_path / "other.yaml")]) == 2
-    assert "SLURM_JOB_NODELIST_HET_GROUP_1" in capsys.readouterr().err
+    assert "SLURM_JOB_NODELIST_HET_GROUP_1" in refuse("discover", "--out", tmp_path / "other.yaml")

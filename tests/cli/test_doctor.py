@@ -4,14 +4,13 @@ import importlib.machinery
 import json
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.support.project import make_plan, run_config
+from tests.support.project import make_plan, on_devices, run_config
 from yuan_train.cli import doctor
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
@@ -28,26 +27,9 @@ def examined(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     facts = examined(capsys)
-    assert set(facts) == {
-        "summary",
-        "findings",
-        "driver",
-        "nccl",
-        "no_card",
-        "surroundings",
-        "tools",
-        "versions",
-        "packages",
-        "communication",
-        "cuda",
-        "devices",
-        "host",
-        "ops",
-        "fp32_products",
-        "bf16_products",
-        "compile",
-        "megatron",
-    }
+    keys = "summary findings driver nccl no_card surroundings tools versions packages communication cuda "
+    keys += "devices host ops fp32_products bf16_products compile megatron"
+    assert set(facts) == set(keys.split())
     assert facts["versions"]["torch"] and facts["versions"]["python"]
     assert [p["name"] for p in facts["packages"]] == [p.name for p in doctor.PACKAGES]
     assert all(p["installed"] or p["note"] for p in facts["packages"])
@@ -99,9 +81,7 @@ def test_what_the_second_engine_would_run(
 
 def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """With a run over two nodes: its checkpoint directory, which does not exist yet."""
-    plan = make_plan(run_config(RUN), [[2, 4]])
-    ranks = tuple(replace(rank, device=f"{name}/0") for rank, name in zip(plan.ranks, "ab", strict=True))
-    save_plan(tmp_path / "plan.yaml", replace(plan, ranks=ranks))
+    save_plan(tmp_path / "plan.yaml", on_devices(make_plan(run_config(RUN), [[2, 4]]), "a/0", "b/0"))
     run = dict(yaml.safe_load(RUN.read_text()), model=str(RUN.parent / "../model/tiny.yaml"))
     run["checkpoint"]["directory"] = str(tmp_path / "new" / "ck")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.project import make_project, parse_plan, run_config
+from tests.support.project import parse_plan, run_config
 from tests.support.spawn import process_of
 from yuan_train.cli.main import main
 from yuan_train.cli.plan import EnginePrice
@@ -21,9 +21,8 @@ def test_what_the_restriction_costs() -> None:
     assert "costs 25.0% of the step (1 s without it)" in price.words()
 
 
-def test_the_rank_that_logs_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_logs_is_heard(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """megatron-core's rank 0 is the first stage's, whatever its number in the plan."""
-    run_file = make_project(tmp_path)
     save_plan(tmp_path / "plan.yaml", parse_plan(run_config(run_file), "1x8: 4@1 | 2@0"))
     heard: list[int] = []
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.project import make_plan, run_config
+from tests.support.commands import Refuse
+from tests.support.project import make_plan, on_devices, run_config
 from yuan_train.cli.main import main
 from yuan_train.config.plan import Node
 from yuan_train.config.plan_constraints import save_plan
@@ -86,18 +86,16 @@ def test_launch_gives_them_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_meeting_point_that_is_no_host_name_is_said_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, refuse: Refuse
 ) -> None:
     made = make_plan(run_config(RUN), [[2, 4]])
-    ranks = tuple(replace(rank, device=f"nowhere{rank.rank}.invalid/0") for rank in made.ranks)
-    save_plan(tmp_path / "plan.yaml", replace(made, ranks=ranks))
+    save_plan(tmp_path / "plan.yaml", on_devices(made, "nowhere0.invalid/0", "nowhere1.invalid/0"))
     words = ["launch", "--config", str(RUN), "--plan", str(tmp_path / "plan.yaml"), "train.device=cpu"]
     for more in (
         ["--this-node", "nowhere1.invalid"],
         ["--this-node", "all", "--rendezvous", "nowhere0.invalid"],
     ):
-        assert main([*words, *more]) == 2
-        errors = capsys.readouterr().err
+        errors = refuse(*words, *more)
         assert "'nowhere0.invalid' is no host name here" in errors and "--rendezvous HOST" in errors
     assert main([*words, "--print"]) == 0
     assert "note: 'nowhere0.invalid' is no host name on this machine" in caplog.text

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.estimate.test_shape import TINY
+from tests.support.commands import Ask, Refuse
 from yuan_train.cli.main import main
 from yuan_train.config.devices import CATALOGUE
 
 
 @pytest.fixture
-def estimate(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `estimate ... --json`; returns the object."""
-
-    def run(*arguments: str) -> dict[str, Any]:
-        assert main(["estimate", *arguments, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    return run
+def estimate(ask: Ask) -> Ask:
+    return partial(ask, "estimate")
 
 
 def test_a_named_model(estimate: Any) -> None:
@@ -136,10 +132,7 @@ def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model Qwen2.5-7B --engine trl-0.14 --algorithm ppo", "without a critic or a reward model"),
     ],
 )
-def test_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", *arguments.split()]) == 2
-    printed = capsys.readouterr()
-    assert not printed.out
-    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert re.search(message, errors[0]), errors
+def test_refused(arguments: str, message: str, refuse: Refuse) -> None:
+    said = refuse("estimate", *arguments.split())
+    (error,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert re.search(message, error), error

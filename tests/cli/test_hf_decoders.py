@@ -12,20 +12,16 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.support.commands import Ask, Refuse, command
 from tests.support.hf_decoders import write_llama
 from tests.support.yuan_hf import read_published, same_bits
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
-from yuan_train.cli.main import main
 from yuan_train.data.indexed import IndexedDataset
 from yuan_train.data.preprocess import preprocess
 from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 from yuan_train.models.transformer import Transformer
 
 BEGIN, END, EOT, START = range(256, 260)
-
-
-def command(*words: object) -> int:
-    return main(list(map(str, words)))
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +35,8 @@ def imported(folder: Path) -> Path:
     return folder.parent / "checkpoints"
 
 
-def generate(imported: Path, *words: object) -> int:
-    options = ("--temperature", 0, "--max-new-tokens", 3)
-    return command("generate", "--checkpoint", imported, *options, *words)
+def generate(imported: Path, *words: object) -> tuple[object, ...]:
+    return ("generate", "--checkpoint", imported, "--temperature", 0, "--max-new-tokens", 3, *words)
 
 
 def test_tokenizer_and_configs_go_along(folder: Path, imported: Path, tmp_path: Path) -> None:
@@ -70,16 +65,14 @@ def test_the_tokenizer_of_a_checkpoint_is_named_by_it(imported: Path, tmp_path: 
     assert Tokenizer.load(imported).digest == Tokenizer.load(imported / "step-00000000").digest == wanted
 
 
-def test_sentencepiece_tokenizers(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sentencepiece_tokenizers(imported: Path, tmp_path: Path, ask: Ask) -> None:
     """Llama 2's has a config of its own, which goes along; one of ours gets code that reads it."""
     train_tokenizer([Path(json.__file__).parent / "decoder.py"], 380, tmp_path / "mine")
     shutil.copytree(tmp_path / "mine", tmp_path / "llama2")
     config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "eos_token": "</s>"}
     (tmp_path / "llama2" / "tokenizer_config.json").write_text(json.dumps(config))
     for name, prefix, stops in (("mine", [], [3]), ("llama2", [1], [2, 3])):
-        capsys.readouterr()
-        assert command("inspect", tmp_path / name, "--json") == 0
-        facts = json.loads(capsys.readouterr().out)
+        facts = ask("inspect", tmp_path / name)
         assert (facts["prefix_ids"], facts["stop_ids"], facts["chat_template"]) == (prefix, stops, False)
         out = tmp_path / f"{name}-hf"
         assert command("export-hf", imported, "--out", out, "--tokenizer", tmp_path / name) == 0
@@ -88,10 +81,9 @@ def test_sentencepiece_tokenizers(imported: Path, tmp_path: Path, capsys: pytest
         assert (written == config) == (name == "llama2")
 
 
-def test_prompts_begin_as_in_training(imported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_begin_as_in_training(imported: Path, ask: Ask) -> None:
     tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
-    assert generate(imported, "--prompt", "ab", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["prompt_ids"] == [BEGIN, *tokenizer.encode("ab")]
+    assert ask(*generate(imported, "--prompt", "ab"))["prompt_ids"] == [BEGIN, *tokenizer.encode("ab")]
 
 
 def test_documents_begin_as_in_training(imported: Path, tmp_path: Path) -> None:
@@ -103,22 +95,21 @@ def test_documents_begin_as_in_training(imported: Path, tmp_path: Path) -> None:
     assert EOT not in corpus.document(1), "special strings in a text are text"
 
 
-def test_chat(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask) -> None:
     tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
     text = (
         "<|begin_of_text|><|start|>system\nbe brief<|eot_id|><|start|>user\nhi<|eot_id|><|start|>assistant\n"
     )
     wanted = tokenizer.encode(text, special=True)
     assert wanted[:2] == [BEGIN, START] and wanted.count(EOT) == 2
-    assert generate(imported, "--chat", "--prompt", " hi ", "--json") == 0
-    alone = json.loads(capsys.readouterr().out)
+    alone = ask(*generate(imported, "--chat", "--prompt", " hi "))
     assert alone["prompt_ids"] == wanted
-    assert generate(imported, "--chat", "--prompt", "hi") == 0
+    assert command(*generate(imported, "--chat", "--prompt", "hi")) == 0
     assert capsys.readouterr().out == alone["text"] + "\n", "the answer alone"
     system = {"role": "system", "content": "be brief"}
     lines = [{"messages": [system, {"role": "user", "content": "hi"}]}, {"messages": [system]}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert generate(imported, "--chat", "--prompts", tmp_path / "chats.jsonl") == 0
+    assert command(*generate(imported, "--chat", "--prompts", tmp_path / "chats.jsonl")) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == alone
     assert second["prompt_ids"] == tokenizer.encode(
@@ -127,15 +118,14 @@ def test_chat(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_generation_ends_where_the_published_config_says(
-    folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, imported: Path, tmp_path: Path, ask: Ask
 ) -> None:
-    assert generate(imported, "--prompt", "x", "--json") == 0
-    first = json.loads(capsys.readouterr().out)["new_ids"]
+    first = ask(*generate(imported, "--prompt", "x"))["new_ids"]
     assert len(first) == 3
     shutil.copytree(folder, tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": first[0]}))
-    assert generate(imported, "--prompt", "x", "--json", "--tokenizer", tmp_path / "tokenizer") == 0
-    assert json.loads(capsys.readouterr().out)["new_ids"] == first[:1]
+    again = ask(*generate(imported, "--prompt", "x", "--tokenizer", tmp_path / "tokenizer"))
+    assert again["new_ids"] == first[:1]
 
 
 def test_logits_do_not_restart_at_the_end_of_a_document(imported: Path, tmp_path: Path) -> None:
@@ -171,7 +161,7 @@ def test_chats_that_cannot_be_rendered(
     imported: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    refuse: Refuse,
     files: dict[str, str | None],
     words: list[str],
     message: str,
@@ -182,9 +172,7 @@ def test_chats_that_cannot_be_rendered(
         path = tmp_path / name if name.endswith(".jsonl") else tokenizer / name
         path.unlink() if content is None else path.write_text(content)
     monkeypatch.chdir(tmp_path)
-    assert generate(imported, "--chat", "--tokenizer", tokenizer, *words) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and "Traceback" not in printed.err and printed.out == ""
+    assert message in refuse(*generate(imported, "--chat", "--tokenizer", tokenizer, *words))
 
 
 @pytest.mark.parametrize(
@@ -202,19 +190,12 @@ def test_chats_that_cannot_be_rendered(
     ],
 )
 def test_folders_that_do_not_fit(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    message: str,
+    folder: Path, tmp_path: Path, refuse: Refuse, changes: dict[str, Any], message: str
 ) -> None:
     shutil.copytree(folder, tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text()) | changes
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    assert command("import-hf", tmp_path / "hf", "--out", tmp_path / "out") == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and "Traceback" not in printed.err
-    assert not list((tmp_path / "out").glob("*"))
+    assert message in refuse("import-hf", tmp_path / "hf", "--out", tmp_path / "out")
 
 
 def test_an_import_is_trained_by_the_lines_that_it_prints(

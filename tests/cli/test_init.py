@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import Refuse
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.project import MODEL, WORDS
 from yuan_train.cli.init import KINDS
@@ -96,10 +97,7 @@ def test_each_run_trains_after_what_its_comments_say(folder: Path, tmp_path: Pat
             "data/corpus": str(folder / "texts"),
             "data/tokenizer": tokenizer,
         },
-        "sft": {
-            "runs/imported": pretrained,
-            "data/chats": str(folder / "chats"),
-        },
+        "sft": {"runs/imported": pretrained, "data/chats": str(folder / "chats")},
         "dpo": {
             "runs/sft/checkpoints": tuned,
             "data/pairs.jsonl": str(folder / "pairs.jsonl"),
@@ -130,10 +128,9 @@ def test_each_run_trains_after_what_its_comments_say(folder: Path, tmp_path: Pat
 
 
 def test_a_file_that_is_there_is_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Refuse
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("cluster.yaml").write_text("name: mine\n")
-    assert main(["init", "cluster"]) == 2
-    assert "cluster.yaml: is there already" in capsys.readouterr().err
+    assert "cluster.yaml: is there already" in refuse("init", "cluster")
     assert Path("cluster.yaml").read_text() == "name: mine\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import make_plan, make_project
+from tests.support.project import make_plan
 from yuan_train.config.plan import RankPlan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import load_run
@@ -20,15 +20,10 @@ SCRIPTS = sorted((ROOT / "tools" / "launch").glob("*_yuan2_*.sh"))
 NODES = {"big-0": 2, "big-1": 2, "small": 1}
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project")).parent
-
-
 @pytest.fixture
-def plan(project: Path, tmp_path: Path) -> Path:
+def plan(run_file: Path, tmp_path: Path) -> Path:
     """Five ranks on three nodes of two kinds."""
-    made = make_plan(load_run(project / "run.yaml"), [[1, 1, 2, 1, 1]])
+    made = make_plan(load_run(run_file), [[1, 1, 2, 1, 1]])
     ranks, rank = [], 0
     for node, cards in NODES.items():
         for card in range(cards):
@@ -45,10 +40,7 @@ def stubs(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     log = tmp_path / "calls"
-    bodies = {
-        "yuan-train": f'echo "yuan-train $*" >>{log}',
-        "sbatch": f'echo "sbatch $*" >>{log}',
-    }
+    bodies = {"yuan-train": f'echo "yuan-train $*" >>{log}', "sbatch": f'echo "sbatch $*" >>{log}'}
     for name, body in bodies.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
@@ -98,8 +90,8 @@ def test_plans_first_then_starts(script: str, plan: Path, tmp_path: Path) -> Non
     assert run.train.seed == 3 and run.checkpoint.resume == "auto"
 
 
-def test_starting_from_an_imported_model(project: Path, plan: Path) -> None:
-    corpus = project / "corpus"
+def test_starting_from_an_imported_model(run_file: Path, plan: Path) -> None:
+    corpus = run_file.parent / "corpus"
     words = ("--plan", plan, "--dry-run", "--data", corpus, "--tokenizer", "data/yuan", "--epochs", 4)
     result = call("finetune_yuan2_2b", *words, "--from", "runs/imported", "train.global_batch_size=2")
     assert result.returncode == 0, result.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import Ask, Refuse
 from tests.support.rl import write_rl
 from yuan_train.cli.main import main
 from yuan_train.config.rl_plan import load_rl_plan
@@ -22,14 +23,15 @@ SEARCH = (
 )
 
 
-def test_the_way_of_an_rl_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_way_of_an_rl_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask, refuse: Refuse
+) -> None:
     run, cluster, plan = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
     cluster.write_text(CLUSTER)
     given = ["--config", str(run), "--cluster", str(cluster)]
     bf16 = ("train.precision=bf16", SEARCH)
-    out = ["--out", str(plan), "--report", str(tmp_path / "r.html"), "--json"]
-    assert main(["plan", *given, *out, *bf16, "search.modes=[async]"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out = ("--out", plan, "--report", tmp_path / "r.html")
+    found = ask("plan", *given, *out, *bf16, "search.modes=[async]")
     assert (found["kind"], found["mode"], found["placement"]) == ("rl", "async", "apart")
     assert main(["plan", *given, *bf16, "search.modes=[async]", "train.steps=7"]) == 0
     first, second, third, *rest = capsys.readouterr().out.splitlines()
@@ -38,32 +40,28 @@ def test_the_way_of_an_rl_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert third.startswith("memory: ") and " left on the fullest card (" in third
     assert rest[0].startswith("next: yuan-train plan ") and rest[1].startswith("RL plan: async")
     assert load_rl_plan(plan).staleness == 1 and found["splits_priced"] <= found["splits"]
-    assert main(["simulate", "--plan", str(plan), "--trace", str(tmp_path / "t.json"), "--json"]) == 0
-    played = json.loads(capsys.readouterr().out)
+    played = ask("simulate", "--plan", plan, "--trace", tmp_path / "t.json")
     assert played["step_seconds"] == pytest.approx(found["forecast"]["step_seconds"], rel=0.05)
-    assert main(["simulate", "--plan", str(plan), *given, "--json", *bf16]) == 0
-    priced = json.loads(capsys.readouterr().out)
+    priced = ask("simulate", "--plan", plan, *given, *bf16)
     assert priced["step_seconds"] == pytest.approx(found["forecast"]["step_seconds"], rel=1e-3)
-    assert main(["estimate", "--plan", str(plan), "--json"]) == 0
-    roles = json.loads(capsys.readouterr().out)["roles"]
+    roles = ask("estimate", "--plan", plan)["roles"]
     assert {entry["role"] for entry in roles} == {"policy", "generation"} and all(e["fits"] for e in roles)
-    assert main(["launch", "--config", str(run), "--plan", str(plan), "algorithm.group=2", *bf16]) == 2
-    assert "global_batch_size: not the run's" in capsys.readouterr().err
+    said = refuse("launch", "--config", run, "--plan", plan, "algorithm.group=2", *bf16)
+    assert "global_batch_size: not the run's" in said
 
 
-def test_a_plan_with_a_critic_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_with_a_critic_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask, refuse: Refuse
+) -> None:
     run, cluster, plan = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "plan.yaml"
     cluster.write_text("name: one\nnodes:\n  - {name: a, device: A10}\n")
     given = ["--config", str(run), "--cluster", str(cluster), "train.precision=fp32", SEARCH]
     ppo = [*given, "algorithm.name=ppo"]
-    assert main(["plan", *ppo, "--out", str(plan), "--json"]) == 0
-    forecast = json.loads(capsys.readouterr().out)["forecast"]
+    forecast = ask("plan", *ppo, "--out", plan)["forecast"]
     assert 0 < forecast["critic_seconds"] < forecast["training_seconds"]
     assert forecast["roles"]["policy"][0]["categories"]["critic"] > 0
-    assert main(["inspect", str(plan), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["critic"] == "policy"
-    assert main(["simulate", "--plan", str(plan), *ppo, "--json"]) == 0
-    priced = json.loads(capsys.readouterr().out)
+    assert ask("inspect", plan)["critic"] == "policy"
+    priced = ask("simulate", "--plan", plan, *ppo)
     assert priced["step_seconds"] == pytest.approx(forecast["step_seconds"], rel=1e-3)
     assert main(["estimate", "--plan", str(plan), "--reward-model", "Qwen2.5-7B"]) == 0
     words = capsys.readouterr().out
@@ -74,8 +72,7 @@ def test_a_plan_with_a_critic_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     logged = json.loads(line)
     assert logged["value_loss"] > 0 and logged["forecast_step_seconds"] == forecast["step_seconds"]
     # It is not the plan of a run without.
-    assert main(["rl", *trained]) == 2
-    assert "roles.critic: the plan has one, and algorithm.name is grpo" in capsys.readouterr().err
+    assert "roles.critic: the plan has one, and algorithm.name is grpo" in refuse("rl", *trained)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +86,8 @@ def test_a_plan_with_a_critic_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_what_cannot_be_placed_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    tmp_path: Path, refuse: Refuse, arguments: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    run = write_rl(tmp_path)
-    assert main(["plan", "--config", str(run), "--cluster", str(tmp_path / "cluster.yaml"), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    words = ("--config", write_rl(tmp_path), "--cluster", tmp_path / "cluster.yaml")
+    assert message in refuse("plan", *words, *arguments)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import Ask
+from tests.support.hosts import answering_ssh
 from yuan_train.cli import doctor_nodes, preflight
 from yuan_train.cli.main import main
 
@@ -78,16 +79,8 @@ def test_a_good_machine_is_ready_for_all() -> None:
             None,
             "ports of InfiniBand and of Ethernet",
         ),
-        (
-            {"card_links": [card_link(current_link_width="4")]},
-            None,
-            "has 4 of 16 PCIe lanes",
-        ),
-        (
-            {"card_links": [card_link(current_link_speed="8.0 GT/s PCIe")]},
-            None,
-            "runs at 8 of 16 GT/s",
-        ),
+        ({"card_links": [card_link(current_link_width="4")]}, None, "has 4 of 16 PCIe lanes"),
+        ({"card_links": [card_link(current_link_speed="8.0 GT/s PCIe")]}, None, "runs at 8 of 16 GT/s"),
         ({"total_memory_bytes": 64 << 30}, None, "the host has less memory than its cards"),
     ],
 )
@@ -158,26 +151,8 @@ def test_one_line_unless_more_is_asked_for(capsys: pytest.CaptureFixture[str]) -
     assert first == line and "optional packages" in details
 
 
-SSH = """#!{python}
-import os, sys
-host, *words = sys.argv[1:]
-if host == "lost":
-    sys.exit("ssh: connect to host lost port 22: Connection refused")
-answer = open(os.path.join({folder!r}, host + ".json")).read() if host != "real" else None
-print("Welcome to " + host)
-if answer is None:
-    sys.stdout.flush()
-    os.execvp("sh", ["sh", "-c", " ".join(words)])
-print(answer)
-"""
-
-
 @pytest.fixture
 def ssh(tmp_path: Path) -> str:
-    """Stands for ssh: a host answers what is in its file, `real` runs the command, `lost` refuses."""
-    program = tmp_path / "ssh"
-    program.write_text(SSH.format(python=sys.executable, folder=str(tmp_path)))
-    program.chmod(0o755)
     unlike = machine(infiniband=[{"device": "mlx5_0", "link": "InfiniBand"}])
     unlike["versions"] = unlike["versions"] | {"torch": "2.12.0+cu126"}
     for name, facts in (("a", machine()), ("b", machine()), ("c", unlike)):
@@ -185,7 +160,7 @@ def ssh(tmp_path: Path) -> str:
         (tmp_path / f"{name}.json").write_text(json.dumps(facts | {"summary": line, "findings": []}))
     (tmp_path / "old.json").write_text('{"versions": {"yuan-train": "0.0.9"}}')
     (tmp_path / "cut.json").write_text('{"versions": {"yuan')
-    return str(program)
+    return answering_ssh(tmp_path)
 
 
 def test_machines_that_are_alike(ssh: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,19 +175,16 @@ def test_machines_that_differ_or_are_not_reached(ssh: str, capsys: pytest.Captur
     out = capsys.readouterr().out
     first, *others = out.splitlines()
     assert first.startswith("not for: a job over a, b, c, lost, because lost is not reached: ssh: connect to")
-    assert "Connection refused" in first and "torch differs" in first and "RDMA differs" in first
+    assert "No route to host" in first and "torch differs" in first and "RDMA differs" in first
     assert "torch differs: 2.13.0+cu130 on a, b; 2.12.0+cu126 on c (install the same wheel everywhere)" in out
     assert "RDMA differs: none on a, b; InfiniBand on c" in out and "NCCL_IB_DISABLE=1" in out
     assert any(line.startswith("lost: not reached: ssh: connect") for line in others)
 
 
-def test_the_command_that_a_machine_runs(
-    ssh: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_that_a_machine_runs(ssh: str, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a greeting comes what the doctor says here."""
     monkeypatch.chdir(ROOT)
-    assert main(["doctor", "--nodes", "real", "--ssh", ssh, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = ask("doctor", "--nodes", "real", "--ssh", ssh)
     assert answer["obstacles"] == []
     facts = answer["nodes"]["real"]
     assert facts["summary"].startswith("ready for: ") and facts["surroundings"]["open_files"] > 0

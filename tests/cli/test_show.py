@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
-import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.commands import Ask, Refuse
 from tests.support.project import make_plan, make_project, run_config, with_forecast
 from yuan_train.cli.main import main
 from yuan_train.config.load import dump
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.report.html import round_ticks
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 
 
 def step(i: int, **more: Any) -> dict[str, Any]:
@@ -49,6 +45,10 @@ def write_log(folder: Path, lines: list[dict[str, Any]], config: str = "") -> Pa
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
+    return long_log(tmp_path)
+
+
+def long_log(tmp_path: Path) -> Path:
     """Of 40 steps of 50, on two unlike ranks, with a plan that has a forecast."""
     run = run_config(make_project(tmp_path), "train.steps=50", f"log.directory={tmp_path / 'log'}")
     measured = {"stage_seconds": [0.45, 0.2], "peak_memory_bytes": [3 * 2**30, 2**30]}
@@ -92,9 +92,8 @@ def test_a_run_is_summed_up_with_its_ranks_beside_their_forecast(
     assert re.fullmatch(rf"1 +card card/1 +4-5 \+head +{times[1]} +1.0 GiB +1.0 GiB +{state}", second)
 
 
-def test_inspect_of_a_log_directory_names_show(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(log), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_inspect_of_a_log_directory_names_show(log: Path, ask: Ask) -> None:
+    facts = ask("inspect", log)
     assert facts["kind"] == "log" and facts["steps_done"] == 40
     assert facts["more"] == f"yuan-train show {log}"
 
@@ -145,37 +144,6 @@ def test_every_kind_of_run_has_a_page_without_scripts(log: Path, tmp_path: Path)
     assert rl.index("&lt;b&gt;1<") < rl.index("&lt;b&gt;20<") and "pass@1" in rl
 
 
-@pytest.mark.slow
-def test_the_pages_fit_a_phone_and_a_desk(log: Path, tmp_path: Path) -> None:
-    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip("there is no Chromium")
-    texts = [path.read_text() for path in pages(log, tmp_path).values()]
-    sheet = "".join(
-        f'<iframe width="{width}" height="700" srcdoc="{html.escape(text)}"></iframe>'
-        for text in texts
-        for width in (390, 1280)
-    )
-    script = (
-        "onload = () => document.body.dataset.wide = [...document.querySelectorAll('iframe')].map(f => "
-        "f.contentDocument.documentElement).map(e => e.querySelector('svg') ? "
-        "e.scrollWidth - e.clientWidth : 'empty').join(' ')"
-    )
-    (tmp_path / "sheet.html").write_text(f"<meta charset=utf-8>{sheet}<script>{script}</script>")
-    shown = subprocess.run(
-        [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "sheet.html").as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    match = re.search(r'data-wide="([^"]*)"', shown.stdout)
-    assert match is not None, shown.stderr[-500:]
-    assert [int(over) for over in match[1].split()] == [0] * (2 * len(texts))
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -185,14 +153,10 @@ def test_the_pages_fit_a_phone_and_a_desk(log: Path, tmp_path: Path) -> None:
         ('{"step": 1, "loss": null, "step_seconds": 1.0}\n', "no finished step yet"),
     ],
 )
-def test_no_finished_step(
-    tmp_path: Path, text: str | None, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_finished_step(tmp_path: Path, text: str | None, words: str, refuse: Refuse) -> None:
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
-    assert main(["show", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
+    assert words in refuse("show", tmp_path, "--out", tmp_path / "page.html")
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (0.0, 1.25), (-3.0, 12.0), (5.5, 5.6), (1.0, 20000.0)])

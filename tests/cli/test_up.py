@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.commands import Refuse
 from tests.support.hosts import Machines
 from tests.support.project import MODEL, WORDS
 from yuan_train.cli import up
@@ -114,12 +115,11 @@ def test_token_files_are_taken_as_they_are(here: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_models_and_data_that_are_not_there(
-    model: str, data: str, words: str, here: Path, capsys: pytest.CaptureFixture[str]
+    model: str, data: str, words: str, here: Path, refuse: Refuse
 ) -> None:
-    assert main(["up", "--hosts", "a", "--model", model, "--data", data]) == 2
-    assert words in capsys.readouterr().err and not Path("up").exists()
-    assert main(["up", "--hosts", "a", "--model", "small.yaml", "--data", "texts", "--steps", "0"]) == 2
-    assert "--steps 0: wanted a number of steps from 1 on" in capsys.readouterr().err
+    assert words in refuse("up", "--hosts", "a", "--model", model, "--data", data)
+    said = refuse("up", "--hosts", "a", "--model", "small.yaml", "--data", "texts", "--steps", 0)
+    assert "--steps 0: wanted a number of steps from 1 on" in said
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,7 @@ def test_from_names_to_a_run(tmp_path: Path) -> None:
     ],
 )
 def test_profiles_of_several_machines_are_refused_early(
-    words: tuple[str, ...], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], message: str, here: Path, refuse: Refuse
 ) -> None:
     Path("two.yaml").write_text(CLUSTER)
-    assert main(["profile", "--model", "small.yaml", "--out", "profile.json", *words]) == 2
-    assert message in capsys.readouterr().err and not Path("profile.json").exists()
+    assert message in refuse("profile", "--model", "small.yaml", "--out", "profile.json", *words)

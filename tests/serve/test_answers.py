@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -13,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Ask
 from tests.support.serving import NAME, Server, make_checkpoint, serving, write_plan
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.cli.main import main
 from yuan_train.data.chat import render_chat
 from yuan_train.models.generate import generate, generate_batch
 from yuan_train.train.evaluate import TrainedModel, load_trained
@@ -164,15 +163,11 @@ def test_chats(client: Any, trained: TrainedModel) -> None:
         assert "".join(piece.content for piece in pieces) == tokenizer.decode(ids)
 
 
-def test_the_command_writes_the_same(
-    server: Server, client: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_same(server: Server, client: Any, checkpoint: Path, ask: Ask) -> None:
     """`generate` itself, with text and as a chat."""
     for kind in ([], ["--chat"]):
         words = ["--prompt", "say it", "--max-new-tokens", "12", "--temperature", "0.7", "--seed", "2"]
-        capsys.readouterr()
-        assert main(["generate", "--checkpoint", str(checkpoint), *words, *kind, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
+        told = ask("generate", "--checkpoint", checkpoint, *words, *kind)
         options = {"max_tokens": 12, "temperature": 0.7, "seed": 2, "extra_body": {"return_token_ids": True}}
         if kind:
             asked = [{"role": "user", "content": "say it"}]

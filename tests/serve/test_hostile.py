@@ -66,22 +66,11 @@ VALUES: list[Callable[[random.Random], Any]] = [
     lambda r: "x" * r.choice([LONGEST - 1, LONGEST, 100_000]),
 ]
 KEYS = [
-    *("model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
-    *(
-        "n",
-        "seed",
-        "stop",
-        "stream",
-        "stream_options",
-        "logprobs",
-        "top_logprobs",
-        "echo",
-        "best_of",
-        "suffix",
-    ),
-    *("presence_penalty", "frequency_penalty", "logit_bias", "tools", "tool_choice", "response_format"),
-    *("stop_token_ids", "ignore_eos", "logprobs_mode"),
-    *("user", "metadata", "store", "return_token_ids", "nonsense", "__class__", "\ud800", "a" * 1000, ""),
+    *"model prompt messages max_tokens max_completion_tokens temperature top_p top_k n seed stop".split(),
+    *"stream stream_options logprobs top_logprobs echo best_of suffix presence_penalty".split(),
+    *"frequency_penalty logit_bias tools tool_choice response_format stop_token_ids ignore_eos".split(),
+    *"logprobs_mode user metadata store return_token_ids nonsense __class__".split(),
+    *("\ud800", "a" * 1000, ""),
 ]
 
 
@@ -127,18 +116,8 @@ def wrong_way(r: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
     method = r.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "HEAD", "BREW", "POST"])
     path = r.choice(
         [
-            *(
-                COMPLETIONS,
-                CHAT,
-                "/",
-                "/v1",
-                "/v1/models/",
-                f"/v1/models/{'a' * 3000}",
-                "/health",
-                "/update_weights_from_disk",
-                "//",
-                "/%00",
-            ),
+            *(COMPLETIONS, CHAT, "/", "/v1", "/v1/models/", f"/v1/models/{'a' * 3000}", "/health", "//"),
+            *("/update_weights_from_disk", "/%00"),
             *("/page.html", "/../page.html", "/%2e%2e/%2e%2e/etc/passwd", "/v1/models/../../../etc/passwd"),
             *("/v1/models/%2e%2e%2fsetup.py", "/v1/completions/", "/?a=" + "b" * 2000, "/static/../app.py"),
         ]

@@ -10,15 +10,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import Refuse
 from tests.support.serving import Server, make_checkpoint, serving, wait_for_url, write_plan
-from tests.support.spawn import patience, start_command
+from tests.support.spawn import start_command, wait_until
 from yuan_train.cli.main import main
 
 httpx = pytest.importorskip("httpx")
@@ -32,13 +31,6 @@ LONG = {"prompt": [65], "max_tokens": 4000, "temperature": 0}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("served") / "ck", endless=True)
-
-
-def wait_until(is_so: Callable[[], bool], *, seconds: float = 30) -> None:
-    end = time.monotonic() + patience(seconds)
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def health(server: Server) -> tuple[int, int]:
@@ -191,38 +183,30 @@ def test_the_page_in_a_browser(checkpoint: Path, tmp_path: Path) -> None:
 # --- what it is given ------------------------------------------------------------------------------------
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    assert main(["serve", *words]) == 2
-    return capsys.readouterr().err
-
-
 def test_what_cannot_be_served(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["--checkpoint", str(checkpoint), "--device", "cpu"]
-    assert "--slots: 0; wanted 1 to 4096" in refused([*given, "--slots", "0"], capsys)
-    assert "--timeout: nan; wanted seconds above 0" in refused([*given, "--timeout", "nan"], capsys)
-    assert "max_sequence_length is" in refused([*given, "--max-length", "999999"], capsys)
-    assert "no such directory" in refused(["--checkpoint", str(tmp_path / "none")], capsys)
-    assert "cannot listen there" in refused([*given, "--host", "203.0.113.7", "--port", "0"], capsys)
+    given = ("serve", "--checkpoint", checkpoint, "--device", "cpu")
+    assert "--slots: 0; wanted 1 to 4096" in refuse(*given, "--slots", 0)
+    assert "--timeout: nan; wanted seconds above 0" in refuse(*given, "--timeout", "nan")
+    assert "max_sequence_length is" in refuse(*given, "--max-length", 999999)
+    assert "no such directory" in refuse("serve", "--checkpoint", tmp_path / "none")
+    assert "cannot listen there" in refuse(*given, "--host", "203.0.113.7", "--port", 0)
     other = write_plan(tmp_path, "1x1: 4@0", hidden_size=128)
-    assert "hidden_size 64 there, 128 here" in refused([*given, "--plan", str(other)], capsys)
+    assert "hidden_size 64 there, 128 here" in refuse(*given, "--plan", other)
     half = write_plan(tmp_path, "1x1: 1.5@0 | 2.5@1")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("yuan_train.cli.serve.is_rank_of_several", lambda: True)
-    assert "half a layer does not generate" in refused([*given, "--plan", str(half)], capsys)
+    assert "half a layer does not generate" in refuse(*given, "--plan", half)
 
 
-def test_without_the_packages(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_packages(checkpoint: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "fastapi" else find(name, *more)
     )
-    told = refused(["--checkpoint", str(checkpoint)], capsys)
+    told = refuse("serve", "--checkpoint", checkpoint)
     assert "serve needs fastapi, not installed here; run: pip install" in told
 
 
