@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint import FileSystemReader
 
-from tests.support.project import make_plan, make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, _run_cases, run_alone  # pyright: ignore[reportPrivateUsage]
-from tests.support.spawn import as_rank, free_port, spawn, start_server
+from tests.support.project import make_plan, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, _run_cases, run_alone, same_saved  # pyright: ignore
+from tests.support.spawn import as_rank, free_port, spawn, start_server, wait_for_step, wait_until
 from yuan_train.checkpoint import save as save_module
-from yuan_train.checkpoint.load import find_checkpoint, find_latest, load_tensors
+from yuan_train.checkpoint.load import find_checkpoint, find_latest
 from yuan_train.checkpoint.names import LATEST, step_name
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
@@ -27,11 +25,6 @@ from yuan_train.train.saver import Saver, Snapshots
 
 FIRST_SAVE, LAST = 2, 4
 """Step of the first save; last step, which is saved too."""
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
 
 
 def overrides(folder: Path, *more: str) -> tuple[str, ...]:
@@ -44,31 +37,8 @@ def overrides(folder: Path, *more: str) -> tuple[str, ...]:
     )
 
 
-def tensors_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
-    found = find_checkpoint(folder / "ck" / step_name(step))
-    entries = FileSystemReader(found.path).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size) for name, entry in entries.items()}  # pyright: ignore
-    load_tensors(found, tensors)
-    return tensors
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def wait_until(condition: Any) -> None:
-    for _ in range(1200):
-        if condition():
-            return
-        time.sleep(0.1)
-    raise AssertionError("the condition did not come true")
-
-
-def has_step(folder: Path, step: int) -> bool:
-    """Whether the run has logged a step. The last line of its log may be incomplete."""
-    log = folder / "metrics.jsonl"
-    return log.exists() and log.read_text().count("\n") >= step
+def saved(folder: Path, step: int) -> Path:
+    return folder / "ck" / step_name(step)
 
 
 def write_late(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -76,7 +46,7 @@ def write_late(folder: Path, patch: pytest.MonkeyPatch) -> None:
     save_now = saver_module.save_checkpoint
 
     def late(*arguments: Any, **options: Any) -> Path:
-        wait_until(lambda: has_step(folder, LAST))
+        wait_for_step(folder, LAST)
         return save_now(*arguments, **options)
 
     patch.setattr(saver_module, "save_checkpoint", late)
@@ -97,18 +67,17 @@ def test_an_asynchronous_save_writes_the_files_of_a_synchronous_one(run_file: Pa
     sync, background, resumed = (tmp_path / name for name in ("sync", "background", "resumed"))
     sync_case = Case(run_file, sync, plan, overrides(sync))
     background_case = Case(run_file, background, plan, overrides(background, "checkpoint.asynchronous=true"))
-    resume = f"checkpoint.resume={background / 'ck' / step_name(FIRST_SAVE)}"
+    resume = f"checkpoint.resume={saved(background, FIRST_SAVE)}"
     resumed_case = Case(run_file, resumed, plan, overrides(resumed, resume))
     spawn(run_in_turn, plan.world_size, [sync_case, background_case, resumed_case])
     for step in (FIRST_SAVE, LAST):
-        ours, theirs = (folder / "ck" / step_name(step) for folder in (background, sync))
+        ours, theirs = saved(background, step), saved(sync, step)
         names = sorted(path.name for path in theirs.glob("*.distcp"))
         assert len(names) == plan.world_size
         assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
-        assert same(tensors_of(background, step), tensors_of(sync, step))
-    assert not same(tensors_of(sync, FIRST_SAVE), tensors_of(sync, LAST))
-
-    assert same(tensors_of(resumed, LAST), tensors_of(sync, LAST))
+        assert same_saved(ours, theirs)
+    assert not same_saved(saved(sync, FIRST_SAVE), saved(sync, LAST))
+    assert same_saved(saved(resumed, LAST), saved(sync, LAST))
     assert [line["loss"] for line in read_metrics(resumed)] == [
         line["loss"] for line in read_metrics(sync)[FIRST_SAVE:]
     ]
@@ -125,8 +94,8 @@ def test_a_background_save_writes_a_snapshot(
         monkeypatch.setattr(Snapshots, "take", lambda self, tensors: tensors)
     write_late(background, monkeypatch)
     run_alone(Case(run_file, background, None, overrides(background, "checkpoint.asynchronous=true")))
-    assert same(tensors_of(background, FIRST_SAVE), tensors_of(sync, FIRST_SAVE)) == copied
-    assert same(tensors_of(background, LAST), tensors_of(sync, LAST))
+    assert same_saved(saved(background, FIRST_SAVE), saved(sync, FIRST_SAVE)) == copied
+    assert same_saved(saved(background, LAST), saved(sync, LAST))
 
 
 def train_with_a_full_disk(rank: int, line: list[str], folder: Path, port: int) -> None:
@@ -185,7 +154,8 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(run_file: Path, tmp
     process = start_server().Process(target=train_and_hang, args=(longer, hanging))
     process.start()
     try:
-        wait_until(lambda: hanging.exists() and has_step(tmp_path, LAST + 1))
+        wait_until(hanging.exists)
+        wait_for_step(tmp_path, LAST + 1)
     finally:
         process.kill()
         process.join()

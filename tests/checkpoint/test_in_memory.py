@@ -10,7 +10,7 @@ import shutil
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.project import difference, make_plan, make_project, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, saved_tensors
+from tests.support.project import difference, make_plan, make_project, on_devices, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, same_saved
 from tests.support.spawn import Around, as_rank, free_port, spawn, start_ranks
 from yuan_train.checkpoint import in_memory
 from yuan_train.checkpoint.in_memory import DRAFT, NodeMemory, remove_copies, run_folder
@@ -29,7 +29,6 @@ from yuan_train.checkpoint.load import load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import step_name
 from yuan_train.config.errors import CheckpointError
-from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.train import run, saver
@@ -72,10 +71,9 @@ class Project:
 
     def plan(self, nodes: str, cuts: Sequence[Sequence[int]]) -> Path:
         """A plan with a card on each of the nodes, which are called by a letter."""
-        plan: Plan = make_plan(run_config(self.run_file), cuts)
-        ranks = tuple(replace(rank, device=f"{node}/0") for rank, node in zip(plan.ranks, nodes, strict=True))
+        plan = on_devices(make_plan(run_config(self.run_file), cuts), *(f"{node}/0" for node in nodes))
         path = self.folder / f"plan-{nodes}.yaml"
-        save_plan(path, replace(plan, ranks=ranks))
+        save_plan(path, plan)
         return path
 
     def train(
@@ -163,8 +161,7 @@ def test_the_same_plan_goes_on_to_the_bit(project: Project, whole: Path, again: 
     assert f"resumed from {run_folder(again / 'ck')}/a/{step_name(4)}" in said
     lines, wanted = read_metrics(again / "log"), read_metrics(whole / "log")
     assert [line["loss"] for line in lines] == [line["loss"] for line in wanted]
-    found, reference = saved_tensors(again / "ck"), saved_tensors(whole / "ck")
-    assert found.keys() == reference.keys() and all(torch.equal(found[k], reference[k]) for k in found)
+    assert same_saved(again / "ck", whole / "ck")
     assert not run_folder(again / "ck").exists(), "at the run's proper end nothing stays"
 
 
@@ -188,17 +185,14 @@ def test_megatrons_engine_goes_on_to_the_bit(project: Project, tmp_path: Path) -
     finally:
         shutil.rmtree(run_folder(killed / "ck"), ignore_errors=True)
     assert "in the memory of a, b; there is none on disk" in said and "after step 4" in said
-    found, wanted = saved_tensors(killed / "ck"), saved_tensors(whole / "ck")
-    assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in found)
+    assert same_saved(killed / "ck", whole / "ck")
 
 
 def test_a_byte_that_has_changed_is_found(project: Project, whole: Path, again: Path) -> None:
     flip(copy_of(again, "a") / "__0_0.distcp")
     said = project.train(project.plan("abc", [[2, 2, 2]]), 3, again, "checkpoint.in_memory=4")
     assert "of step 4 in the memory of a, __0_0.distcp has other bytes than were written, and is not" in said
-    assert "after step 4" in said
-    found, wanted = saved_tensors(again / "ck"), saved_tensors(whole / "ck")
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert "after step 4" in said and same_saved(again / "ck", whole / "ck")
 
 
 def test_without_a_whole_copy_the_disk_is_read(project: Project, whole: Path, again: Path) -> None:
@@ -217,8 +211,7 @@ def test_a_changed_byte_would_change_the_weights(project: Project, whole: Path, 
     plan = project.plan("abc", [[2, 2, 2]])
     said = project.train(plan, 3, again, "checkpoint.in_memory=4", around=trusting)
     assert "has other bytes" not in said and "after step 4" in said
-    found, wanted = saved_tensors(again / "ck"), saved_tensors(whole / "ck")
-    assert not all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert not same_saved(again / "ck", whole / "ck")
 
 
 def test_what_arrives_with_other_bytes_is_not_loaded(project: Project, whole: Path, again: Path) -> None:

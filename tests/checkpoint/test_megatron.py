@@ -171,10 +171,7 @@ NORM, DENSE = "layers.0.input_layernorm.weight", "layers.0.self_attention.dense.
         (lambda c: encoder_of(c).update({DENSE: torch.ones(3, 3)}), "shards of shapes"),
         (lambda c: encoder_of(c).update({NORM: torch.ones(64)}), "differs between tensor ranks"),
         (lambda c: encoder_of(c)[DENSE].fill_(float("nan")), "not finite"),
-        (
-            lambda c: c["args"].__dict__.pop("hidden_size"),
-            "have no hidden_size; give the sizes with --model",
-        ),
+        (lambda c: c["args"].__dict__.pop("hidden_size"), "have no hidden_size; give the sizes with --model"),
         (lambda c: c.pop("model"), "holds no `model`"),
         (lambda c: c["model"].pop("language_model"), "interleaved stages"),
     ],

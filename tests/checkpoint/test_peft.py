@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.commands import Refuse, command
 from tests.support.hf_decoders import write_llama
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.cli.main import main
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 IDS = "5,9,260,17,33,80,41,7"
-
-
-def command(*words: object) -> int:
-    return main(list(map(str, words)))
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +116,8 @@ def test_peft_loads_what_is_written(base: Path, tmp_path: Path) -> None:
     ],
 )
 def test_other_adapters_are_refused(
-    base: Path, tmp_path: Path, change: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+    base: Path, tmp_path: Path, change: dict[str, Any], message: str, refuse: Refuse
 ) -> None:
-    import re
-
     name = "base_model.model.model.layers.0.self_attn.q_proj"
     width = json.loads((base / "config.json").read_text())["hidden_size"]
     tensors = {f"{name}.lora_A.weight": torch.ones(2, width), f"{name}.lora_B.weight": torch.ones(width, 2)}
@@ -130,16 +125,14 @@ def test_other_adapters_are_refused(
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} | change
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     words = ("import-hf", tmp_path, "--base", base.parent / "base", "--out", tmp_path / "ours")
-    assert command(*words) == 2
-    assert re.search(message.replace("64", str(width)), capsys.readouterr().err)
-    assert not (tmp_path / "ours").exists()
+    assert re.search(message.replace("64", str(width)), refuse(*words))
 
 
-def test_adapters_want_their_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_want_their_base(base: Path, tmp_path: Path, refuse: Refuse) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert command("import-hf", tmp_path, "--out", tmp_path / "ours") == 2
-    assert "name the checkpoint of their base: --base CKPT" in capsys.readouterr().err
-    assert command("import-hf", base, "--base", base.parent / "base", "--out", tmp_path / "ours") == 2
-    assert "holds no adapter_config.json" in capsys.readouterr().err
-    assert command("export-hf", base.parent / "base", "--out", tmp_path / "out", "--adapter") == 2
-    assert "has no adapters (lora)" in capsys.readouterr().err
+    said = refuse("import-hf", tmp_path, "--out", tmp_path / "ours")
+    assert "name the checkpoint of their base: --base CKPT" in said
+    said = refuse("import-hf", base, "--base", base.parent / "base", "--out", tmp_path / "ours")
+    assert "holds no adapter_config.json" in said
+    said = refuse("export-hf", base.parent / "base", "--out", tmp_path / "out", "--adapter")
+    assert "has no adapters (lora)" in said

@@ -9,25 +9,20 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.spawn import Around, Command, start_command, start_ranks
+from tests.support.project import difference, make_plan, read_metrics, run_config
+from tests.support.spawn import Command, start_command, start_ranks, wait_for_step
 from yuan_train.checkpoint.load import describe
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 IMPATIENT = {"yuan_train.supervise.launched.GRACE_SECONDS": 1.0}
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture
@@ -40,21 +35,17 @@ def job(run_file: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def launch(*words: str, folder: Path, around: Around | None = None) -> Command:
-    """Start `yuan-train launch`, whose ranks are new processes."""
-    given = {"environment": {"OMP_NUM_THREADS": "1"}, "constants": IMPATIENT, "around": around}
-    return start_command(["launch", *words], folder / "stderr", **given)
-
-
-def wait_for_step(folder: Path, step: int, runs: Callable[[], bool]) -> None:
-    """Wait until a run has logged a step."""
-    log = folder / "metrics.jsonl"
-    for _ in range(2400):
-        if log.exists() and len(log.read_text().splitlines()) >= step:
-            return
-        assert runs(), f"the run ended before step {step}"
-        time.sleep(0.1)
-    raise AssertionError(f"{log} did not reach step {step}")
+@contextmanager
+def launched(words: list[str], folder: Path, *, until: int) -> Iterator[Command]:
+    """`yuan-train launch`, whose ranks are new processes, once the run has taken some steps."""
+    environment = {"OMP_NUM_THREADS": "1"}
+    words = ["launch", *words]
+    launcher = start_command(words, folder / "stderr", environment=environment, constants=IMPATIENT)
+    try:
+        wait_for_step(folder, until, launcher.process.is_alive)
+        yield launcher
+    finally:
+        launcher.kill()
 
 
 def pids_of_ranks(launcher: int) -> list[int]:
@@ -62,13 +53,9 @@ def pids_of_ranks(launcher: int) -> list[int]:
 
 
 def test_sigterm_to_the_launcher_saves_and_exits_with_0(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, "checkpoint.every=2", "checkpoint.keep=2", folder=tmp_path)
-    try:
-        wait_for_step(tmp_path, 3, launcher.process.is_alive)
+    with launched([*job, "checkpoint.every=2", "checkpoint.keep=2"], tmp_path, until=3) as launcher:
         launcher.process.terminate()
         code, errors = launcher.wait(within_seconds=120)
-    finally:
-        launcher.kill()
     assert code == 0, errors
     assert describe(tmp_path / "ck")["step"] == len(read_metrics(tmp_path)) and "SIGTERM" in errors
 
@@ -98,27 +85,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(job: list[str], tmp_path: Path)
 
 
 def test_a_killed_rank_ends_the_others(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, folder=tmp_path)
-    try:
-        wait_for_step(tmp_path, 2, launcher.process.is_alive)
+    with launched(job, tmp_path, until=2) as launcher:
         assert launcher.process.pid is not None
         os.kill(pids_of_ranks(launcher.process.pid)[1], signal.SIGKILL)
         code, errors = launcher.wait(within_seconds=120)
-    finally:
-        launcher.kill()
     assert code == 1
     assert "rank 1" in errors and "SIGKILL" in errors, errors
 
 
 def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
-    launcher = launch(*job, "train.timeout=6 s", folder=tmp_path)
-    try:
-        wait_for_step(tmp_path, 2, launcher.process.is_alive)
+    with launched([*job, "train.timeout=6 s"], tmp_path, until=2) as launcher:
         assert launcher.process.pid is not None
         os.kill(pids_of_ranks(launcher.process.pid)[1], signal.SIGSTOP)
         code, errors = launcher.wait(within_seconds=120)
-    finally:
-        launcher.kill()
     assert code == 1
     # Its neighbour reports it; rank 1 itself was stopped, and killed by the launcher.
     assert "rank 1 is gone or stuck" in errors, errors
@@ -158,8 +137,7 @@ def test_torchrun_runs_the_printed_line_and_restarts_from_the_last_checkpoint(
     assert process.returncode == 0, errors
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, steps + 1)) and "resumed from" in errors
-    for restarted, expected in zip(lines, read_metrics(tmp_path / "alone"), strict=True):
-        assert restarted["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert difference(lines, read_metrics(tmp_path / "alone")) < 1e-5
 
 
 def test_generate_greedily_and_by_seed(

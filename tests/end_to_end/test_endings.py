@@ -17,7 +17,7 @@ import torch
 
 from tests.end_to_end.test_lost_ranks import wait_for_steps
 from tests.support.fake_card import FakeCard, FakeNcclTransport
-from tests.support.project import make_plan, make_project, run_config
+from tests.support.project import make_plan, make_project, on_devices, run_config
 from tests.support.spawn import Around, patience, start_ranks
 from yuan_train.cli import launch
 from yuan_train.config.errors import INTERRUPTED
@@ -198,10 +198,7 @@ ENDINGS = {
         -1, "the first output that is not finite came from rank", {}, ("optimizer.learning_rate=1e30",)
     ),
     "interrupted at the start": Ending(
-        1,
-        r"interrupted \(Ctrl-C\)",
-        {1: interrupted_before_it_has_met},
-        codes=frozenset({INTERRUPTED}),
+        1, r"interrupted \(Ctrl-C\)", {1: interrupted_before_it_has_met}, codes=frozenset({INTERRUPTED})
     ),
     "interrupted": Ending(1, r"interrupted \(Ctrl-C\)", {1: interrupted}, codes=frozenset({1, 130})),
 }
@@ -212,8 +209,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     run_file = make_project(folder)
     plan = make_plan(run_config(run_file), [[2, 2, 2]])
-    ranks = tuple(replace(rank, device=f"{'ab'[rank.rank > 1]}/{rank.rank % 2}") for rank in plan.ranks)
-    save_plan(folder / "plan.yaml", replace(plan, ranks=ranks))
+    save_plan(folder / "plan.yaml", on_devices(plan, "a/0", "a/1", "b/0"))
     return folder
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.hosts import Machines
-from tests.support.project import read_metrics
+from tests.support.project import difference, read_metrics
 from tests.support.ranks import Case, run_alone
+from tests.support.spawn import wait_for_step
 from yuan_train.config.errors import INTERRUPTED
 
 STEPS = 3
@@ -64,16 +65,8 @@ def started(machines: Machines, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 def check_losses(machines: Machines, log: Path) -> None:
     alone, together = read_metrics(machines.here / "alone"), read_metrics(log)
-    for found, wanted in zip(together[:STEPS], alone, strict=True):
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert found["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-
-
-def wait_for_steps(process: subprocess.Popen[str], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not (log / "metrics.jsonl").exists() or len(read_metrics(log)) < STEPS:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
+    assert difference(together[:STEPS], alone) < 1e-5
+    assert difference(together[:STEPS], alone, "grad_norm") < 1e-4
 
 
 def folder_of(pid: int) -> str:
@@ -102,7 +95,7 @@ def test_one_command_trains_on_two_machines_and_one_that_is_lost_ends_all(machin
     log = machines.folder("a") / "log"
     line = ("--hosts", "a,me@b", "--ssh", machines.ssh, "--copy", "log.directory=log", *words(100000))
     with started(machines, *line) as process:
-        wait_for_steps(process, log)
+        wait_for_step(log, STEPS, lambda: process.poll() is None)
         check_losses(machines, log)
         here = str(machines.root)
         lost = [pid for pid in processes_of(["launch", "--this-node\0b"]) if here in folder_of(pid)]
@@ -132,7 +125,7 @@ def test_a_slurm_job_and_its_interrupt(machines: Machines) -> None:
     try:
         log = machines.folder("n7") / "log"
         with started(machines, "--slurm", "--copy", "log.directory=log", *words(100000)) as process:
-            wait_for_steps(process, log)
+            wait_for_step(log, STEPS, lambda: process.poll() is None)
             process.send_signal(signal.SIGINT)
             output = process.communicate(timeout=60)[0]
     finally:

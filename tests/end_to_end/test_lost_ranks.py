@@ -7,7 +7,6 @@ slow card in the middle makes its neighbours wait for it nearly all the time.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.networks import entered, three_hosts
-from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.spawn import Around, Command, start_ranks
+from tests.support.project import make_plan, make_project, run_config
+from tests.support.spawn import Around, Command, start_ranks, wait_for_step
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan_constraints import save_plan
 
@@ -40,12 +39,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def wait_for_steps(log: Path, all_run: Callable[[], bool]) -> None:
     """Wait for at least two training steps."""
-    for _ in range(1200):
-        if (log / "metrics.jsonl").exists() and len(read_metrics(log)) >= 2:
-            return
-        assert all_run(), "a rank exited early"
-        time.sleep(0.1)
-    raise AssertionError(f"{log} did not reach step 2")
+    wait_for_step(log, 2, all_run)
 
 
 def lost_peer(rank: int, peer: int) -> re.Pattern[str]:

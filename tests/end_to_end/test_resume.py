@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.support.project import make_plan, make_project, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases
-from yuan_train.checkpoint.load import find_checkpoint, load_tensors
+from tests.support.project import difference, make_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone, run_cases, same_saved, saved_tensors
 from yuan_train.checkpoint.names import step_name
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, plans_in, save_plan
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
 
 
 def case(run_file: Path, folder: Path, plan: Plan | None, *, steps: int, checkpoints: Path) -> Case:
@@ -32,17 +25,6 @@ def case(run_file: Path, folder: Path, plan: Plan | None, *, steps: int, checkpo
     return Case(run_file, folder, plan, overrides)
 
 
-def tensors_of(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    found = find_checkpoint(checkpoints / step_name(step))
-    entries = FileSystemReader(found.path).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(entry.size) for name, entry in entries.items()}  # pyright: ignore
-    load_tensors(found, tensors)
-    return tensors
-
-
 def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Path) -> None:
     """Bitwise under the same plan, up to rounding under another."""
     run = run_config(run_file)
@@ -51,16 +33,11 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
     first = case(run_file, tmp_path / "halves", plan, steps=4, checkpoints=tmp_path / "halves-ck")
     rest = case(run_file, tmp_path / "halves", plan, steps=8, checkpoints=tmp_path / "halves-ck")
     # The same first half, continued by two pipelines and by a single process.
-    two_pipelines = replace(rest, folder=tmp_path / "two", plan=make_plan(run, [[4, 2], [4, 2]]))
-    two_pipelines = replace(
-        two_pipelines,
-        overrides=(
-            *two_pipelines.overrides[:2],
-            f"checkpoint.directory={tmp_path / 'two-ck'}",
-            f"checkpoint.resume={tmp_path / 'halves-ck' / step_name(4)}",
-            "validation.every=0",
-        ),
+    two_pipelines = case(
+        run_file, tmp_path / "two", make_plan(run, [[4, 2], [4, 2]]), steps=8, checkpoints=tmp_path / "two-ck"
     )
+    resume = f"checkpoint.resume={tmp_path / 'halves-ck' / step_name(4)}"
+    two_pipelines = replace(two_pipelines, overrides=(*two_pipelines.overrides, resume))
     save_plan(two_pipelines.folder / "plan.yaml", plan)
     run_cases([full, first, rest])
     run_cases([two_pipelines])
@@ -68,8 +45,7 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
     resumed = read_metrics(rest.folder)
     assert [line["step"] for line in resumed] == list(range(1, 9))
     assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
-    found, wanted = tensors_of(tmp_path / "halves-ck", 8), tensors_of(tmp_path / "full-ck", 8)
-    assert found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in found)
+    assert same_saved(tmp_path / "halves-ck" / step_name(8), tmp_path / "full-ck" / step_name(8))
 
     # Of each plan that a run has had there is one file; another one that was there stays.
     assert [path.name for path in plans_in(rest.folder)] == ["plan.yaml"]
@@ -80,8 +56,7 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
 
     two = read_metrics(two_pipelines.folder)
     assert [line["step"] for line in two] == list(range(5, 9))
-    for a, b in zip(two, expected[4:], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    assert difference(two, expected[4:]) < 1e-5
 
     alone = replace(
         two_pipelines,
@@ -89,8 +64,7 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
         plan=None,
         overrides=tuple(o.replace("two-ck", "alone-ck") for o in two_pipelines.overrides),
     )
-    for a, b in zip(run_alone(alone), expected[4:], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    assert difference(run_alone(alone), expected[4:]) < 1e-5
 
 
 def test_a_plan_saves_the_tensors_of_a_single_process(run_file: Path, tmp_path: Path) -> None:
@@ -101,10 +75,8 @@ def test_a_plan_saves_the_tensors_of_a_single_process(run_file: Path, tmp_path: 
     alone = case(run_file, tmp_path / "alone", None, steps=2, checkpoints=tmp_path / "alone-ck")
     run_cases([planned])
     run_alone(alone)
-    found, wanted = tensors_of(tmp_path / "plan-ck", 2), tensors_of(tmp_path / "alone-ck", 2)
-    assert found.keys() == wanted.keys()
-    for name in found:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-6)
+    found, wanted = (saved_tensors(tmp_path / name / step_name(2)) for name in ("plan-ck", "alone-ck"))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_metrics_of_repeated_steps_are_replaced(run_file: Path, tmp_path: Path) -> None:

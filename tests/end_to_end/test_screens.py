@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_show import long_log, pages
 from tests.support.logs import write_run
 from tools import make_pictures
 from yuan_train.cli.main import main
@@ -76,6 +77,12 @@ def test_the_page_of_a_run_that_lost_a_node(browser: str, tmp_path: Path) -> Non
     check(browser, page, tmp_path)
     inside = told(browser, page, tmp_path, (1280,), INSIDE).split()
     assert inside == ["1"] * (3 + 4 + 3 + 1), "nodes, stretches, marks, and how long it was"
+
+
+@pytest.mark.slow
+def test_the_pages_of_all_kinds_of_runs(browser: str, tmp_path: Path) -> None:
+    for page in pages(long_log(tmp_path), tmp_path).values():
+        check(browser, page, tmp_path)
 
 
 def test_the_site(browser: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

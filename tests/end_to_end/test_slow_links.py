@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config, with_forecast
+from tests.support.project import on_devices, parse_plan, read_metrics, run_config, with_forecast
 from tests.support.ranks import Case, run_cases
 from tests.support.spawn import patience
 from tools.testbed.nodes import PERIOD_US, Node, NodeSpec, NoTestbed, make_nodes
@@ -31,11 +30,6 @@ EVERY = 3
 """Steps between two measurements in the runs of these tests."""
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
-
-
 def links_of(lines: Sequence[Any]) -> list[Any]:
     return [line["link_seconds"] for line in lines if line.get("link_seconds")]
 
@@ -43,10 +37,7 @@ def links_of(lines: Sequence[Any]) -> list[Any]:
 def plan_on(run_file: Path, text: str, nodes: str) -> Plan:
     """A plan whose ranks are on nodes that are called by a letter each."""
     plan = with_forecast(parse_plan(run_config(run_file), text), seconds=[(0.01, 0.02)])
-    ranks = [
-        replace(entry, device=f"{node}/{entry.rank}") for entry, node in zip(plan.ranks, nodes, strict=True)
-    ]
-    return replace(plan, ranks=tuple(ranks))
+    return on_devices(plan, *(f"{node}/{rank}" for rank, node in enumerate(nodes)))
 
 
 # --- which there are -------------------------------------------------------------------------------------
@@ -150,7 +141,7 @@ def test_a_link_that_is_well_again_or_no_longer_used_is_not_named() -> None:
     assert not slow_links(links_of(lines[:600] + other))
 
 
-def test_show_names_the_link(run_file: Path, tmp_path: Path) -> None:
+def test_show_names_the_link(tmp_path: Path) -> None:
     more = {"loss": 1.0, "step_seconds": 1.0}
     for after, is_told in ((1.0, False), (10.0, True)):
         times = {True: after, False: 1.0}
@@ -163,10 +154,7 @@ def test_show_names_the_link(run_file: Path, tmp_path: Path) -> None:
 
 # --- on nodes with real links ----------------------------------------------------------------------------
 
-SPECS = (
-    NodeSpec(name="a", cpu=0.8, network=100e6 / 8),
-    NodeSpec(name="b", cpu=0.8, network=100e6 / 8),
-)
+SPECS = (NodeSpec(name="a", cpu=0.8, network=100e6 / 8), NodeSpec(name="b", cpu=0.8, network=100e6 / 8))
 STEPS = 400
 
 
@@ -226,10 +214,7 @@ def test_a_slow_card_is_no_slow_link_and_a_link_cut_in_mid_run_is_named(
     plan, log = plan_on(run_file, "1x8: 3@0 | 3@1", "ab"), tmp_path / "log"
     save_plan(tmp_path / "plan.yaml", plan)
     try:
-        with (
-            make_nodes(SPECS) as nodes,
-            training(nodes, run_file, tmp_path / "plan.yaml", log) as processes,
-        ):
+        with make_nodes(SPECS) as nodes, training(nodes, run_file, tmp_path / "plan.yaml", log) as processes:
             slowed = wait_for(log, 40, processes)
             slow_card(nodes[1], SPECS[1].cpu / 4)
             well = wait_for(log, slowed + 40, processes)

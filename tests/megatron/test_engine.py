@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.project import parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, fork_cases, run_alone
 from tests.support.spawn import spawn
 from yuan_train.models.attention import DocumentResets, find_resets
@@ -23,8 +23,7 @@ from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.job import Position, prepare
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None,
-    reason="megatron-core is not installed (extra [megatron])",
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (extra [megatron])"
 )
 
 COMMON = ("model.init_std=0.3", "model.num_layers=4", "optimizer.decay_steps=20", "data.sequence_length=16")
@@ -32,11 +31,6 @@ MEGATRON = "engine=megatron"
 SEEN = 1e-2
 """What a fault must change, for a test of it to be one."""
 BAR = 1e-5
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
 
 
 def case(run_file: Path, folder: Path, plan: str | None, *words: str, steps: int = 2, **options: Any) -> Case:

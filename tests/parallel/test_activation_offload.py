@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.planner.search.test_search import card, cluster, problem
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
+from tests.support.project import parse_plan, read_metrics, run_config, with_stages
+from tests.support.ranks import Case, run_alone, run_cases, same_saved
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
@@ -49,11 +48,6 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
-
-
 def resident(plan: Plan) -> Plan:
     """The plan without activation offload."""
     pipelines = tuple(
@@ -79,8 +73,7 @@ def test_activations_that_leave_change_no_bit(run_file: Path, tmp_path: Path) ->
     for away, here in zip(cases[::2], cases[1::2], strict=True):
         ours, theirs = read_metrics(away.folder), read_metrics(here.folder)
         assert [(m["loss"], m["grad_norm"]) for m in ours] == [(m["loss"], m["grad_norm"]) for m in theirs]
-        before, after = saved_tensors(here.folder / "ck"), saved_tensors(away.folder / "ck")
-        assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before), away
+        assert same_saved(away.folder / "ck", here.folder / "ck"), away
     assert read_metrics(control.folder)[-1]["loss"] != read_metrics(cases[0].folder)[-1]["loss"]
 
 
@@ -125,9 +118,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_plan_that_cannot_offload_is_refused(run_file: Path, fault: str) -> None:
     plan = parse_plan(run_config(run_file), "1x8: 3@0 | 3@1")
-    (pipeline,) = plan.pipelines
-    first = replace(pipeline.stages[0], **FAULTS[fault])
-    faulty = replace(plan, pipelines=(replace(pipeline, stages=(first, pipeline.stages[1])),))
+    first, last = plan.pipelines[0].stages
+    faulty = with_stages(plan, replace(first, **FAULTS[fault]), last)
     (violation,) = validate_plan(faulty)
     assert fault in violation.message and violation.path[:4] == ("pipelines", 0, "stages", 0)
 

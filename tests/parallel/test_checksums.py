@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.project import make_project, parse_plan, run_config
-from tests.support.spawn import as_rank, free_port, spawn
-from yuan_train.config.errors import PlanError, TrainingError
+from tests.support.project import parse_plan, run_config
+from tests.support.spawn import free_port, spawn
+from tests.train.test_recheck import flipping, train_and_tell
+from yuan_train.config.errors import PlanError
 from yuan_train.config.express import check_engine
 from yuan_train.config.plan import Plan
 from yuan_train.parallel.checksums import checksum
 from yuan_train.parallel.gradients import BLOCK
-from yuan_train.train.job import Position, prepare
-from yuan_train.train.run import train
-from yuan_train.train.step import Trainer
 
 NORM, MATRIX = "layers.2.attention_norm.weight", "layers.2.feed_forward.up.weight"
 LORA = "model.lora={rank: 4}"
@@ -49,11 +47,6 @@ FLIPS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
-
-
 def given(run_file: Path, flip: Flip, folder: Path):
     steps = "train.steps=4", "validation.every=0", "train.precision=bf16", "train.check_every=2"
     return run_config(run_file, f"log.directory={folder}", *steps, *flip.overrides)
@@ -80,32 +73,11 @@ def test_a_flipped_bit_is_found_and_its_rank_named(run_file: Path, tmp_path: Pat
 
 
 def _run_all(rank: int, run_file: Path, folder: Path, flips: list[Flip], plans: list[Plan]) -> None:
-    step = Trainer.step
     for flip, plan in zip(flips, plans, strict=True):
-        if rank >= plan.world_size:
-            continue
-        as_rank(rank, plan.world_size, flip.port)
-        number = iter(range(1, 100))
-
-        def flipping(self, *a, flip=flip, number=number, **k):
-            result = step(self, *a, **k)
-            if next(number) == 2 and flip.rank == rank:
-                self.finish()
-                weight = dict(self.runtime.parts[0].named_parameters())[flip.parameter]
-                bits = weight.data.view(torch.int16)
-                bits.view(-1)[3] ^= 1
-            return result
-
-        Trainer.step = flipping
-        target = folder / flip.name / str(rank)
-        target.parent.mkdir(exist_ok=True)
-        position = Position(rank, plan.world_size, rank, plan.world_size)
-        try:
-            train(prepare(given(run_file, flip, folder / flip.name / "log"), plan, position))
-            target.write_text("")
-        except TrainingError as error:
-            target.write_text(str(error))
-        Trainer.step = step
+        if rank < plan.world_size:
+            run = given(run_file, flip, folder / flip.name / "log")
+            with flipping("weight" if rank == flip.rank else "", flip.parameter):
+                train_and_tell(rank, plan, run, folder / flip.name / str(rank), flip.port)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -1,4 +1,4 @@
-"""Optimizer state on a disk."""
+"""Optimizer state on the host and on a disk."""
 
 from __future__ import annotations
 
@@ -53,17 +53,18 @@ def state_of(
     return OwnedState(bucket, Groups({}, {}), shares, away=away, host=host)
 
 
-def reduce(bucket: FlatBucket, state: OwnedState) -> None:
+def reduce(bucket: FlatBucket, state: OwnedState, *, early: bool = True) -> None:
     bucket.gradient.normal_()
     state.start_grad_reduce()
-    state.take_if_reduced()
+    if early:
+        state.take_if_reduced()
     state.finish_grad_reduce()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shares", [None, (1.0,)])
 @pytest.mark.parametrize("direct", [True, False])
-def test_state_on_a_disk_changes_no_bit(
+def test_state_elsewhere_changes_no_bit_and_takes_what_it_needs(
     dtype: torch.dtype,
     shares: tuple[float, ...] | None,
     direct: bool,
@@ -80,7 +81,7 @@ def test_state_on_a_disk_changes_no_bit(
         state = state_of(bucket, shares, away, tmp_path)
         optimizer = Optimizer([state], config(weight_decay=0.1))
         for step in range(5):
-            reduce(bucket, state)
+            reduce(bucket, state, early=bool(step % 2))
             if step == 2:
                 # Skipped: not finite.
                 continue
@@ -90,7 +91,7 @@ def test_state_on_a_disk_changes_no_bit(
         return state, bucket
 
     here, resident = trained(Away())
-    for away in (Away(1.0, 1.0), Away(0.5, 0.5), Away(0.01, 1.0)):
+    for away in (Away(0.3), Away(1.0), Away(1.0, 1.0), Away(0.5, 0.5), Away(0.01, 1.0)):
         state, bucket = trained(away)
         assert torch.equal(bucket.weights, resident.weights)
         for kind in STATES:
@@ -98,6 +99,12 @@ def test_state_on_a_disk_changes_no_bit(
             assert torch.equal(ours, torch.cat([getattr(shard, kind) for shard in here.shards]))
         stepped = sum(shard.master.numel() for shard in state.shards if shard.on_host)
         assert stepped == pytest.approx(away.share * bucket.weights.numel(), abs=64)
+        if not away.on_disk:
+            chunks = list(state.host_chunks)
+            assert len(chunks) > 2 and {chunk.decays for chunk in chunks} == {True, False}
+            # Master, gradient and two moments, each rounded up to a cache line, and nothing beside them.
+            needed = 4 * bucket.gradient.itemsize * stepped
+            assert needed <= away_bytes(bucket, shares, away).host <= needed + 4 * 64
     assert not list(tmp_path.iterdir())
 
 

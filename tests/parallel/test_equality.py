@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import make_plan, make_project, read_metrics, run_config
+from tests.support.project import difference, make_plan, make_project, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 
 CUTS = {
@@ -18,11 +18,6 @@ CUTS = {
     "four pipelines": [[6], [6], [6], [6]],
 }
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
 
 
 ALL = ("validation.every=5",)
@@ -37,11 +32,6 @@ LONG = ("two pipelines",)
 def alone(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The curve of one process in fp32, over 20 steps."""
     return run_alone(Case(run_file, tmp_path_factory.mktemp("alone"), None, ALL))
-
-
-def largest_difference(curve: list[dict], reference: list[dict], key: str = "loss") -> float:
-    assert len(curve) == len(reference) > 0
-    return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in zip(curve, reference, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -62,8 +52,8 @@ def test_every_partition_gives_the_curve_of_one_process(
     for case in cases:
         curve = read_metrics(case.folder)
         reference = alone[: len(curve)]
-        assert largest_difference(curve, reference) < TOLERANCE[precision], case.folder.name
-        assert largest_difference(curve, reference, "grad_norm") < 10 * TOLERANCE[precision], case.folder.name
+        assert difference(curve, reference) < TOLERANCE[precision], case.folder.name
+        assert difference(curve, reference, "grad_norm") < 10 * TOLERANCE[precision], case.folder.name
         assert curve[-1]["validation_loss"] == pytest.approx(
             reference[-1]["validation_loss"], rel=TOLERANCE[precision]
         )
@@ -86,7 +76,7 @@ def test_schedule_recompute_and_micro_batch_size_do_not_change_the_curve(
     run_cases(cases)
     for case in cases:
         curve = read_metrics(case.folder)
-        assert largest_difference(curve, alone[:STEPS]) < TOLERANCE["fp32"], case.folder.name
+        assert difference(curve, alone[:STEPS]) < TOLERANCE["fp32"], case.folder.name
 
 
 def test_an_untied_head_with_plain_attention_and_all_resets(tmp_path: Path) -> None:
@@ -98,7 +88,7 @@ def test_an_untied_head_with_plain_attention_and_all_resets(tmp_path: Path) -> N
     case = Case(run_file, tmp_path / "cut", make_plan(run, [[1, 5], [1, 5]]), overrides)
     reference = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
     run_cases([case])
-    assert largest_difference(read_metrics(case.folder), reference) < TOLERANCE["fp32"]
+    assert difference(read_metrics(case.folder), reference) < TOLERANCE["fp32"]
 
 
 def test_bf16_keeps_fp32_masters_under_any_partition(
@@ -110,8 +100,8 @@ def test_bf16_keeps_fp32_masters_under_any_partition(
     case = Case(run_file, tmp_path / "cut", make_plan(run, [[2, 3, 1]]), overrides)
     reference = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
     run_cases([case])
-    assert largest_difference(read_metrics(case.folder), reference) < 2e-3
-    assert 1e-6 < largest_difference(reference, alone[:STEPS]) < 2e-2
+    assert difference(read_metrics(case.folder), reference) < 2e-3
+    assert 1e-6 < difference(reference, alone[:STEPS]) < 2e-2
 
 
 def test_without_the_gradient_all_reduce_the_curve_differs(
@@ -125,4 +115,4 @@ def test_without_the_gradient_all_reduce_the_curve_differs(
     ]
     run_cases(cases)
     for case in cases:
-        assert largest_difference(read_metrics(case.folder), alone[:STEPS]) > 1e-4, case.folder.name
+        assert difference(read_metrics(case.folder), alone[:STEPS]) > 1e-4, case.folder.name

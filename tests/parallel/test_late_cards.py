@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.support.fake_card import FakeCard, FakeNcclTransport
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import saved_tensors
+from tests.support.project import parse_plan, read_metrics, run_config
+from tests.support.ranks import same_saved
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
@@ -25,20 +25,10 @@ from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
 
 OVERRIDES = (
-    "train.steps=3",
-    "train.precision=bf16",
-    "data.sequence_length=48",
-    "data.reset_attention=true",
-    "validation.every=2",
-    "checkpoint.every=2",
-    "checkpoint.asynchronous=true",
+    *("train.steps=3", "train.precision=bf16", "data.sequence_length=48", "data.reset_attention=true"),
+    *("validation.every=2", "checkpoint.every=2", "checkpoint.asynchronous=true"),
     "optimizer.bucket_size=2000",
 )
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
 
 
 def run_on(
@@ -54,11 +44,6 @@ def numbers(folder: Path) -> list[tuple[float, float, float | None]]:
     return [(m["loss"], m["grad_norm"], m.get("validation_loss")) for m in read_metrics(folder)]
 
 
-def same_weights(a: Path, b: Path) -> bool:
-    ours, theirs = saved_tensors(a / "ck"), saved_tensors(b / "ck")
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
 # --- copies between a card and its host ---------------------------------------------------------------------
 
 
@@ -66,10 +51,8 @@ def same_weights(a: Path, b: Path) -> bool:
 class Tier:
     """A plan of one card that copies, and the waits that it needs: each by what it does without."""
 
-    text: str
     keys: dict[str, Any]
     waits: dict[str, tuple[type, str, Callable[..., None]]]
-    group: int = 1
     more: tuple[str, ...] = ()
 
 
@@ -83,7 +66,6 @@ def forget_coming(self: HostChunk) -> None:
 
 TIERS = {
     "optimizer on the host": Tier(
-        "1x8: 6@0",
         {"optimizer_offload": [0.6]},
         {
             "a forward for stepped weights": (HostChunk, "finish_weights", nothing),
@@ -91,21 +73,21 @@ TIERS = {
         },
     ),
     "optimizer on a disk": Tier(
-        "1x8: 6@0",
-        {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
-        {},
-        more=("checkpoint.asynchronous=false",),
+        {"optimizer_offload": [1.0], "optimizer_disk": [0.5]}, {}, more=("checkpoint.asynchronous=false",)
     ),
     "activations": Tier(
-        "1x8: 6@0",
         {"activation_offload": [3], "resident_parts": [4], "fetch_ahead": [1], "schedule": "gpipe"},
         {"a backward for activations, or an eviction for its copy": (ActivationTiers, "_wait", nothing)},
     ),
     "pages": Tier(
-        "1x8: 6@0",
-        {"recompute": "full", "schedule": "gpipe", "parameter_offload": [5], "page_slots": [2]},
+        {
+            "recompute": "full",
+            "schedule": "gpipe",
+            "parameter_offload": [5],
+            "page_slots": [2],
+            "page_group": 3,
+        },
         {"a layer for its page": (ParameterPages, "_wait", nothing)},
-        group=3,
     ),
 }
 
@@ -117,8 +99,7 @@ def test_copies_beside_the_compute_change_no_bit(
     torch.set_num_threads(1)
     tier = TIERS[name]
     more = (*tier.more, f"memory.disk_directory={tmp_path / 'disk'}")
-    plan = parse_plan(run_config(run_file, *OVERRIDES, *more), tier.text, **tier.keys)
-    plan = replace(plan, pipelines=(replace(plan.pipelines[0], page_group=tier.group),))
+    plan = parse_plan(run_config(run_file, *OVERRIDES, *more), "1x8: 6@0", **tier.keys)
     card = FakeCard(bytes_per_second=1e5)
     run_on(None, run_file, tmp_path / "cpu", plan, Position(), *more)
     run_on(card, run_file, tmp_path / "card", plan, Position(), *more)
@@ -129,7 +110,7 @@ def test_copies_beside_the_compute_change_no_bit(
         "waits are no compute"
     )
     assert numbers(tmp_path / "card") == numbers(tmp_path / "cpu")
-    assert same_weights(tmp_path / "card", tmp_path / "cpu")
+    assert same_saved(tmp_path / "card" / "ck", tmp_path / "cpu" / "ck")
     for wait, (owner, method, replacement) in tier.waits.items():
         folder = tmp_path / wait
         with monkeypatch.context() as without:
@@ -227,5 +208,5 @@ def test_messages_and_sums_between_cards_change_no_bit(run_file: Path, tmp_path:
         assert found[name] == [{"faults": [], "error": None}] * 3
         other = "cpu, whole" if name == "nccl, whole" else "cpu"
         assert numbers(tmp_path / name) == numbers(tmp_path / other)
-        assert same_weights(tmp_path / name, tmp_path / other)
+        assert same_saved(tmp_path / name / "ck", tmp_path / other / "ck")
     assert all("nan" in one["error"] for one in found["without waits"])

@@ -5,47 +5,32 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel.test_grid import run_of
 from tests.parallel.test_transfer import part, whole
 from tests.support.models import tiny_model
+from tests.support.project import parse_plan
 from tests.support.spawn import as_rank, free_port, patience, spawn
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.links import Link, Outlet, enter_role, join_role, take_weights
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.transfer import (
-    bound_elements,
-    make_buckets,
-    plan_holdings,
-    transfer_table,
-)
+from yuan_train.parallel.transfer import bound_elements, make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.transport import LostPeer
 
 
-def plan_of(pipelines: list[list[tuple[float, int]]]) -> Plan:
-    """A plan of pipelines of (end of the layers, width) for each stage."""
-    model, rank, made = tiny_model("yuan", num_layers=3), 0, []
-    for stages in pipelines:
-        first, parts = 0.0, []
-        for end, width in stages:
-            replica = tuple(range(rank, rank + width))
-            head = end == model.num_layers
-            parts.append(StagePlan(replicas=(replica,), layers=(first, end), embedding=first == 0, head=head))
-            first, rank = end, rank + width
-        made.append(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=tuple(parts)))
-    ranks = tuple(RankPlan(rank=r, device=f"n/{r}", type="T4") for r in range(rank))
-    return Plan(
-        model=model, sequence_length=8, global_batch_size=len(made), ranks=ranks, pipelines=tuple(made)
-    )
+def plan_of(text: str) -> Plan:
+    return replace(parse_plan(run_of(3, text.count("/") + 1), text), model=tiny_model("yuan", num_layers=3))
 
 
-POLICY = plan_of([[(1.5, 2), (3, 1)]])
-ENGINES = plan_of([[(1, 1), (3, 2)], [(3, 1)]])
+POLICY = plan_of("1x1: 1.5@0,1 | 1.5@2")
+ENGINES = plan_of("1x1: 1@0 | 2@1,2 / 1x1: 3@3")
 
 
 def scattered(local: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
+from tests.support.ranks import Case, run_alone, run_cases, same_saved, saved_tensors
 from yuan_train.checkpoint.names import MANIFEST, STATE, step_name
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
+from yuan_train.config.run import LossScaleConfig
 from yuan_train.train.state import LossScaler
 
 PLANS: dict[str, dict] = {
@@ -37,11 +37,6 @@ def overrides(precision: str, *more: str, folder: Path | None = None) -> tuple[s
 
 
 @pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
-
-
-@pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an untied head. A card with both uses of a tied embedding adds their gradients in fp16; the
     sum overflows before either does, so the scale of a tied model may halve once more under some plans."""
@@ -58,40 +53,29 @@ def difference(curve: list[dict], reference: list[dict], key: str = "loss") -> f
     return max(abs(a - b) / abs(b) for a, b in pairs if b is not None)
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_the_scale_halves_stays_and_grows() -> None:
-    config = run_config_of(initial=1024.0, growth_interval=2, minimum=256.0)
+    config = LossScaleConfig(initial=1024.0, growth_interval=2, minimum=256.0)
     scaler = LossScaler(1024.0)
     seen = []
     for skipped in (True, False, True, True, False, False, False, False):
         scaler = scaler.after(config, skipped=skipped)
         seen.append(scaler.scale)
     assert seen == [512, 512, 256, 256, 256, 512, 512, 1024]
-    constant = run_config_of(initial=8.0, growth_interval=0, minimum=1.0)
+    constant = LossScaleConfig(initial=8.0, growth_interval=0, minimum=1.0)
     scaler = LossScaler(8.0)
     for _ in range(5):
         scaler = scaler.after(constant, skipped=False)
     assert scaler.scale == 8.0
 
 
-def run_config_of(**keys: float):
-    from yuan_train.config.run import LossScaleConfig
-
-    return LossScaleConfig(**keys)  # pyright: ignore[reportArgumentType]
-
-
 def test_fp16_under_several_plans(untied: Path, tmp_path: Path) -> None:
     """The same steps are skipped at the same scales, and the losses differ by fp16's rounding alone."""
-    run_file = untied
     given = overrides("fp16", HIGH)
-    run = run_config(run_file, *given)
+    run = run_config(untied, *given)
     cases = {
-        name: Case(run_file, tmp_path / name, parse_plan(run, **plan), given) for name, plan in PLANS.items()
+        name: Case(untied, tmp_path / name, parse_plan(run, **plan), given) for name, plan in PLANS.items()
     }
-    curve = run_alone(Case(run_file, tmp_path / "alone", None, given))
+    curve = run_alone(Case(untied, tmp_path / "alone", None, given))
     scales, skipped = column(curve, "loss_scale"), column(curve, "skipped_steps")
     changes = {after / before for before, after in zip(scales, scales[1:], strict=False)}
     assert changes == {0.5, 1, 2} and skipped[-1] >= 1
@@ -121,37 +105,26 @@ def test_fp16_follows_fp32(run_file: Path, tmp_path: Path) -> None:
 
 def test_a_scale_changes_no_bit(run_file: Path, tmp_path: Path) -> None:
     """Powers of two are exact: fp64 with a scale equals fp64 without one, bit for bit, moments included."""
-    plain, scaled = (
-        {"folder": tmp_path / name, "more": more}
-        for name, more in (
-            ("plain", ()),
-            ("scaled", ("train.loss_scale={initial: 1024, growth_interval: 1}",)),
-        )
-    )
+    kinds = {"plain": (), "scaled": ("train.loss_scale={initial: 1024, growth_interval: 1}",)}
+    folders = [tmp_path / kind for kind in kinds]
     run = run_config(run_file, *overrides("fp64"))
-    steps = ("train.steps=3",)
     plans: dict[str, Plan | None] = {"alone": None}
     plans |= {name: parse_plan(run, **PLANS[name]) for name in list(PLANS)[1:]}
-    pairs: dict[str, list[Case]] = {}
-    for name, plan in plans.items():
-        pairs[name] = [
-            Case(
-                run_file,
-                kind["folder"] / name,
-                plan,
-                overrides("fp64", *steps, *kind["more"], folder=kind["folder"] / f"{name} ck"),
-            )
-            for kind in (plain, scaled)
-        ]
-    for case in pairs.pop("alone"):
-        run_alone(case)
-    run_cases([case for pair in pairs.values() for case in pair])
+
+    def case(kind: str, name: str) -> Case:
+        folder = tmp_path / kind
+        given = overrides("fp64", "train.steps=3", *kinds[kind], folder=folder / f"{name} ck")
+        return Case(run_file, folder / name, plans[name], given)
+
+    for kind in kinds:
+        run_alone(case(kind, "alone"))
+    run_cases([case(kind, name) for name, plan in plans.items() if plan for kind in kinds])
     for name in plans:
-        without, with_scale = (read_metrics(kind["folder"] / name) for kind in (plain, scaled))
+        without, with_scale = (read_metrics(folder / name) for folder in folders)
         assert column(with_scale, "loss_scale") == [1024, 2048, 4096]
         for key in ("loss", "grad_norm"):
             assert column(with_scale, key) == column(without, key), (name, key)
-        assert same(*(saved_tensors(kind["folder"] / f"{name} ck") for kind in (plain, scaled))), name
+        assert same_saved(*(folder / f"{name} ck" for folder in folders)), name
 
 
 def test_a_skipped_step_changes_no_rank(run_file: Path, tmp_path: Path) -> None:
@@ -171,8 +144,8 @@ def test_a_skipped_step_changes_no_rank(run_file: Path, tmp_path: Path) -> None:
     run_cases([case])
     run_alone(start)
     assert read_metrics(case.folder)[-1]["skipped_steps"] == 3
+    assert same_saved(tmp_path / "ck", tmp_path / "one")
     saved = saved_tensors(tmp_path / "ck")
-    assert same(saved, saved_tensors(tmp_path / "one"))
     assert all(not tensor.any() for name, tensor in saved.items() if name.startswith("exp_avg"))
     state = json.loads((tmp_path / "ck" / step_name(3) / STATE).read_text())
     assert state["skipped"] == 3 and state["scaler"] == {"scale": 2.0**37, "good_steps": 0}
@@ -201,7 +174,7 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(run_file: Path, tmp_path:
     assert 0 < uninterrupted[3]["skipped_steps"] < 4
     for key in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
         assert column(resumed, key) == column(uninterrupted, key), key
-    assert same(saved_tensors(tmp_path / "resumed ck"), saved_tensors(tmp_path / "uninterrupted ck"))
+    assert same_saved(tmp_path / "resumed ck", tmp_path / "uninterrupted ck")
 
     checkpoint = tmp_path / "resumed ck" / step_name(4)
     state = json.loads((checkpoint / STATE).read_text())

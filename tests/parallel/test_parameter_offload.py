@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
+from tests.support.project import parse_plan, read_metrics, run_config, with_stages
+from tests.support.ranks import Case, run_alone, run_cases, same_saved
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
@@ -21,12 +20,8 @@ from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.train import build
 
 OVERRIDES = (
-    "train.steps=2",
-    "data.sequence_length=32",
-    "validation.every=2",
-    "optimizer.schedule=constant",
-    "optimizer.warmup_steps=1",
-    "optimizer.bucket_size=1",
+    *("train.steps=2", "data.sequence_length=32", "validation.every=2", "optimizer.schedule=constant"),
+    *("optimizer.warmup_steps=1", "optimizer.bucket_size=1"),
 )
 STAYS = {"parameter_offload": 0, "page_slots": None}
 
@@ -42,15 +37,10 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
-
-
 def paged(run_file: Path, keys: dict[str, Any], group: int, pages: Any, *more: str) -> Plan:
     columns: dict[str, Any] = dict(zip(STAYS, map(list, zip(*pages, strict=True)), strict=True))
-    plan = parse_plan(run_config(run_file, *OVERRIDES, *more), recompute="full", **keys, **columns)
-    return replace(plan, pipelines=(replace(plan.pipelines[0], page_group=group),))
+    run = run_config(run_file, *OVERRIDES, *more)
+    return parse_plan(run, recompute="full", page_group=group, **keys, **columns)
 
 
 def resident(plan: Plan) -> Plan:
@@ -62,11 +52,6 @@ def resident(plan: Plan) -> Plan:
 
 def numbers(folder: Path) -> list[tuple[float, float]]:
     return [(m["loss"], m["grad_norm"]) for m in read_metrics(folder)]
-
-
-def equal(a: Path, b: Path) -> bool:
-    ours, theirs = saved_tensors(a / "ck"), saved_tensors(b / "ck")
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
 def test_parameters_in_pages_change_no_bit(run_file: Path, tmp_path: Path) -> None:
@@ -91,7 +76,7 @@ def test_parameters_in_pages_change_no_bit(run_file: Path, tmp_path: Path) -> No
     run_cases([*cases, control, *further])
     for away, here in zip(cases[::2], cases[1::2], strict=True):
         ours, theirs = numbers(away.folder), numbers(here.folder)
-        assert ours == theirs and equal(away.folder, here.folder)
+        assert ours == theirs and same_saved(away.folder / "ck", here.folder / "ck")
     assert len(numbers(cases[0].folder)) == 3 and len(numbers(cases[2].folder)) == 2
     assert numbers(control.folder)[0] != numbers(cases[0].folder)[0]
 
@@ -137,9 +122,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_stage_that_cannot_have_pages_is_refused(run_file: Path, fault: str) -> None:
     plan = paged(run_file, {"text": "1x8: 3@0 | 3@1"}, 1, [(2, 3), (2, 3)])
-    (pipeline,) = plan.pipelines
-    first = replace(pipeline.stages[0], **FAULTS[fault])
-    faulty = replace(plan, pipelines=(replace(pipeline, stages=(first, pipeline.stages[1])),))
+    first, last = plan.pipelines[0].stages
+    faulty = with_stages(plan, replace(first, **FAULTS[fault]), last)
     assert list(validate_plan(plan)) == []
     assert [v.path[:4] for v in validate_plan(faulty) if fault in v.message] == [
         ("pipelines", 0, "stages", 0)

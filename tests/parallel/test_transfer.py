@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.parallel.test_grid import run_of
 from tests.support.models import VARIANTS, tiny_model
+from tests.support.project import parse_plan
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
@@ -214,22 +216,8 @@ def test_faults_of_a_table_are_named() -> None:
 
 
 def test_the_nearest_and_the_least_loaded_send() -> None:
-    model = tiny_model("yuan")
-    whole_model = StagePlan(replicas=((0,),), layers=(0, model.num_layers), embedding=True, head=True)
-
-    def plan(num_ranks: int) -> Plan:
-        pipelines = tuple(
-            PipelinePlan(
-                micro_batch_size=1, num_micro_batches=1, stages=(replace(whole_model, replicas=((r,),)),)
-            )
-            for r in range(num_ranks)
-        )
-        ranks = tuple(RankPlan(rank=r, device=f"n/{r}", type="T4") for r in range(num_ranks))
-        return Plan(
-            model=model, sequence_length=8, global_batch_size=num_ranks, ranks=ranks, pipelines=pipelines
-        )
-
-    sources, targets = plan_holdings(plan(2)), plan_holdings(plan(1), first_rank=2)
+    sources = plan_holdings(parse_plan(run_of(4, 2), "1x1: 4@0 / 1x1: 4@1"))
+    targets = plan_holdings(parse_plan(run_of(4, 1), "1x1: 4@0"), first_rank=2)
     sent = {0: 0, 1: 0}
     for move in transfer_table(sources, targets):
         sent[move.source] += move.num_elements

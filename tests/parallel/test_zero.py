@@ -111,10 +111,7 @@ def test_a_shard_is_a_view_of_the_bucket_where_possible(run: RunConfig) -> None:
 
 def test_ranges_of_different_widths_cover_every_slice_once(run: RunConfig) -> None:
     plan = parse_plan(
-        run,
-        "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
-        optimizer_sharding=True,
-        optimizer_share=[1, 3, 7, 1],
+        run, "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5", optimizer_sharding=True, optimizer_share=[1, 3, 7, 1]
     )
     seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
     shares = plan.optimizer_shares

@@ -21,15 +21,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.support.project import parse_plan
-from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
-from tests.support.spawn import as_rank, free_port, patience, process_of, spawn, start_ranks
-from yuan_train.cli.main import main
-from yuan_train.cli.rl import _prepare_role  # pyright: ignore[reportPrivateUsage]
-from yuan_train.cli.train import run_rank
+from tests.support.commands import Refuse
+from tests.support.rl import (
+    RLCase,
+    assert_close,
+    assert_same_run,
+    read_lines,
+    roles_of,
+    run_cases_of_rank,
+    run_rl,
+    run_rl_cases,
+    write_rl,
+)
+from tests.support.spawn import patience, process_of, spawn, start_ranks
 from yuan_train.config.errors import ConfigError, TrainingError
-from yuan_train.config.rl import load_rl, policy_run
-from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.config.rl import load_rl
+from yuan_train.config.rl_plan import save_rl_plan
 from yuan_train.parallel import links
 from yuan_train.parallel.links import Link
 from yuan_train.rl.apart import (
@@ -44,31 +51,6 @@ from yuan_train.rl.generator import Drawing, Engine, EngineClock, NotFiniteDraw
 from yuan_train.rl.job import check_supported
 from yuan_train.rl.scoring import Requests
 from yuan_train.supervise import launched
-
-POLICY, ENGINES = "2x4: 1@0 | 3@1", "4x1: 1@0 | 3@1 / 4x1: 4@2"
-
-
-def roles_of(path: Path, *, staleness: int, policy: str = POLICY, engines: str = ENGINES) -> RlPlan:
-    run = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
-    generation = GenerationPlan(shares=None, plan=with_names(parse_plan(run, engines), "g"))
-    roles = RolePlans(policy=RolePlan(plan=with_names(parse_plan(run, policy), "p")), generation=generation)
-    return RlPlan(mode="async" if staleness else "sync", staleness=staleness, roles=roles)
-
-
-def with_names(plan: Any, node: str) -> Any:
-    from dataclasses import replace
-
-    ranks = tuple(replace(entry, device=f"{node}/{entry.rank}") for entry in plan.ranks)
-    return replace(plan, ranks=ranks)
-
-
-def run_cases(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]]) -> None:
-    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-    for path, overrides, roles, port in cases:
-        as_rank(rank, roles.world_size, port)
-        prepare_rank = partial(_prepare_role, load_rl(path, overrides), roles)
-        run_rank(lambda own=prepare_rank: own)
-
 
 FEW = ("train.steps=3", "train.precision=bf16", "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=1")
 
@@ -88,18 +70,11 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
         "changed": (1, FEW),
         "whole": (1, (*FEW, "sync=full")),
     }
-    spawn(
-        run_cases,
-        5,
+    run_rl_cases(
         [
-            (
-                path,
-                (*more, f"log.directory={tmp_path / name}"),
-                roles_of(path, staleness=staleness),
-                free_port(),
-            )
-            for name, (staleness, more) in cases.items()
-        ],
+            RLCase(path, tmp_path / name, roles_of(path, staleness=age), more)
+            for name, (age, more) in cases.items()
+        ]
     )
     run_rl(RLCase(path, tmp_path / "alone", overrides=measured))
     alone = read_lines(tmp_path / "alone")
@@ -110,9 +85,8 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert [line["evaluation"] for line in read_lines(tmp_path / "sync")] == figures
     together = [*read_lines(tmp_path / "begun"), *read_lines(tmp_path / "resumed")]
     for curve in (read_lines(tmp_path / "sync"), together):
+        assert_close(curve, alone, "loss", "grad_norm", "reward", "entropy_estimate")
         for found, expected in zip(curve, alone, strict=True):
-            for key in ("loss", "grad_norm", "reward", "entropy_estimate"):
-                assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
             assert found["staleness_max"] == 0 and found["log_prob_gap"]["max"] < 1e-12
             # An engine's groups of slots are those of its plan: all answers of a batch at once, as alone.
             assert found["rounds"] == expected["rounds"] > 0
@@ -132,10 +106,9 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert [line["sync_bytes"] for line in whole] == [first] * 3 and max(later) < 0.2 * first
 
 
-def run_slowly(rank: int, path: Path, overrides: tuple[str, ...], roles: RlPlan, port: int) -> None:
+def run_slowly(rank: int, case: RLCase, planned: int) -> None:
     """An engine whose first batch takes longer than train.timeout."""
     generate, waits = Engine.generate, [8.0, 0.0]
-    planned = roles.plans["generation"].pipelines[0].num_micro_batches
 
     def slowly(self: Engine, *arguments: Any) -> list[Sample]:
         own = self._num_groups  # pyright: ignore[reportPrivateUsage]
@@ -145,7 +118,7 @@ def run_slowly(rank: int, path: Path, overrides: tuple[str, ...], roles: RlPlan,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "generate", slowly)
-        run_cases(rank, [(path, overrides, roles, port)])
+        run_cases_of_rank(rank, [case])
 
 
 def test_work_that_takes_longer_than_the_timeout_of_a_rank_is_no_fault(tmp_path: Path) -> None:
@@ -157,9 +130,10 @@ def test_work_that_takes_longer_than_the_timeout_of_a_rank_is_no_fault(tmp_path:
         "    time.sleep(8 * (ticket == sample == 0))\n    return float(sample % 2)\n"
     )
     reward = f"reward={{functions: [{{python: '{tmp_path / 'judge.py'}:judge'}}], timeout: 60 s}}"
-    limits = ("train.timeout=5 s", "train.startup_timeout=60 s", f"log.directory={tmp_path}")
     roles = roles_of(path, staleness=0, engines="8x1: 1@0 | 3@1")
-    spawn(run_slowly, 4, path, (reward, *limits), roles, free_port())
+    limits = ("train.timeout=5 s", "train.startup_timeout=60 s")
+    planned = roles.plans["generation"].pipelines[0].num_micro_batches
+    spawn(run_slowly, 4, RLCase(path, tmp_path, roles, (reward, *limits)), planned)
     first, second = read_lines(tmp_path)
     assert first["scoring_seconds"] > 8 and first["generation_seconds"] > 8
     assert second["step_seconds"] < first["step_seconds"] and second["groups_failed"] == 0
@@ -177,11 +151,10 @@ def test_a_lost_rank_ends_all_roles_and_resumed_it_is_the_same_run(
     save_rl_plan(tmp_path / "plan.yaml", roles)
 
     def changes(folder: Path) -> tuple[str, ...]:
-        save = (f"checkpoint.directory={folder / 'c'}", "checkpoint.every=1")
-        return (f"log.directory={folder}", *save, steps)
+        return (f"checkpoint.directory={folder / 'c'}", "checkpoint.every=1", steps)
 
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", *changes(killed)]
+    words = [*words_of(path, tmp_path, killed), *changes(killed)]
     for victim in victims:
         before = num_steps(killed)
         with start_ranks(words, tmp_path, 5) as ranks:
@@ -194,9 +167,13 @@ def test_a_lost_rank_ends_all_roles_and_resumed_it_is_the_same_run(
             ranks[victim].kill()
             told = {n: rank.wait(within_seconds=10) for n, rank in enumerate(ranks) if n != victim}
         check_messages(told, victim)
-    cases = [(path, changes(folder), roles, free_port()) for folder in (killed, whole)]
-    spawn(run_cases, 5, cases)
+    run_rl_cases([RLCase(path, folder, roles, changes(folder)) for folder in (killed, whole)])
     assert_same_run(killed, whole, f"c/step-{last:08}")
+
+
+def words_of(path: Path, folder: Path, log: Path) -> list[str | Path]:
+    """The command for a run under the plan in a folder."""
+    return ["rl", "--config", path, "--plan", folder / "plan.yaml", f"log.directory={log}"]
 
 
 def num_steps(folder: Path) -> int:
@@ -229,7 +206,7 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness:
     path = write_rl(tmp_path)
     save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=staleness))
     log = tmp_path / "log"
-    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={log}"]
+    words = words_of(path, tmp_path, log)
     changes = ["generation.on_lost_engine=go_on", "train.steps=100000", f"generation.weights={weights}"]
     with start_ranks([*words, *changes], tmp_path, 5) as ranks:
         for victim in (3, 4):
@@ -263,13 +240,9 @@ def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
     the engine repeats it."""
     path = write_rl(tmp_path)
     save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0"))
-    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}"]
-    changes = [
-        "optimizer.learning_rate=1e30",
-        "train.precision=fp32",
-        f"checkpoint.directory={tmp_path / 'c'}",
-    ]
-    with start_ranks([*words, *changes, "checkpoint.every=1"], tmp_path, 2) as ranks:
+    changes = ["optimizer.learning_rate=1e30", "train.precision=fp32", "checkpoint.every=1"]
+    words = [*words_of(path, tmp_path, tmp_path / "log"), *changes, f"checkpoint.directory={tmp_path / 'c'}"]
+    with start_ranks(words, tmp_path, 2) as ranks:
         told = [rank.wait(within_seconds=60) for rank in ranks]
     assert [code for code, _ in told] == [1, 1]
     # Torch may write of its store afterwards.
@@ -292,7 +265,7 @@ def test_a_rank_that_is_killed_while_the_groups_of_its_role_are_made_is_named(tm
     save_rl_plan(
         tmp_path / "plan.yaml", roles_of(path, staleness=0, policy="2x4: 2@0 | 2@1", engines="8x1: 4@0")
     )
-    words = ["rl", "--config", path, "--plan", tmp_path / "plan.yaml", f"log.directory={tmp_path / 'log'}"]
+    words = words_of(path, tmp_path, tmp_path / "log")
     with start_ranks(words, tmp_path, 3, around={1: killed_while_groups_are_made}) as ranks:
         assert ranks[1].wait(within_seconds=60)[0] == -signal.SIGKILL
         told = [ranks[rank].wait(within_seconds=10) for rank in (0, 2)]
@@ -311,14 +284,8 @@ def test_in_flight_engines_take_weights_and_tickets_between_two_rounds(tmp_path:
     )
     flight = ("generation.weights=in_flight", "train.steps=6", "algorithm.filter=zero_variance")
     logs = {"flight": (*flight, *measured), "batches": ("train.steps=1",)}
-    spawn(
-        run_cases,
-        5,
-        [
-            (path, (*more, f"log.directory={tmp_path / name}"), roles_of(path, staleness=2), free_port())
-            for name, more in logs.items()
-        ],
-    )
+    roles = roles_of(path, staleness=2)
+    run_rl_cases([RLCase(path, tmp_path / name, roles, more) for name, more in logs.items()])
     curve = read_lines(tmp_path / "flight")
     assert [line["step"] for line in curve] == [1, 2, 3, 4, 5, 6]
     assert curve[-1]["next_ticket"] == 6 * 2 + sum(line["groups_filtered"] for line in curve)
@@ -510,15 +477,13 @@ def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
     assert "generation rank 0 (rank 1 of the job) is gone or stuck" in errors
 
 
-def test_what_an_rl_plan_asks_too_much_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_an_rl_plan_asks_too_much_is_refused(tmp_path: Path, refuse: Refuse) -> None:
     path = write_rl(tmp_path)
     save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=1))
     command = ["rl", "--config", str(path), "--plan", str(tmp_path / "plan.yaml")]
-    assert main(command) == 2
-    assert "the plan has 5 ranks, but 1 were started" in capsys.readouterr().err
-    assert main([*command, "algorithm.group=1"]) == 2
-    assert main([*command, "generation.max_new_tokens=3"]) == 2
-    assert "sequence_length: not the run's" in capsys.readouterr().err
+    assert "the plan has 5 ranks, but 1 were started" in refuse(*command)
+    refuse(*command, "algorithm.group=1")
+    assert "sequence_length: not the run's" in refuse(*command, "generation.max_new_tokens=3")
     with pytest.raises(ConfigError, match="on_lost_engine: go_on, but no other engine would be left"):
         one = roles_of(path, staleness=1, engines="8x1: 4@0")
         check_supported(load_rl(path, ("generation.on_lost_engine=go_on",)), None, one)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.rl.test_apart import roles_of, run_cases
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, run_rl_cases, write_rl
-from tests.support.spawn import free_port, spawn
+from tests.support.rl import (
+    RLCase,
+    assert_close,
+    assert_same_run,
+    read_lines,
+    roles_of,
+    run_rl,
+    run_rl_cases,
+    write_rl,
+)
 from tools import rl_tasks
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import EnvironmentConfig, load_rl, policy_run
@@ -104,23 +112,17 @@ def test_turns_are_the_same_under_any_plan(tmp_path: Path) -> None:
         "flight": (1, ("generation.weights=in_flight", "train.steps=6")),
         "between": (1, ("train.steps=3",)),
     }
-    cases = [
-        (
-            path,
-            (*overrides, *more, f"log.directory={tmp_path / name}"),
-            roles_of(path, staleness=age),
-            free_port(),
-        )
-        for name, (age, more) in apart.items()
-    ]
-    long = [(path, own, with_length(roles, 32), port) for path, own, roles, port in cases]
-    spawn(run_cases, 5, long)
+    run_rl_cases(
+        [
+            RLCase(path, tmp_path / name, with_length(roles_of(path, staleness=age), 32), (*overrides, *more))
+            for name, (age, more) in apart.items()
+        ]
+    )
     for name in ("plan", "sync"):
         assert read_lines(tmp_path / name, "samples.jsonl") == read_lines(tmp_path / "alone", "samples.jsonl")
-        for line, wanted in zip(read_lines(tmp_path / name), alone, strict=True):
-            for key in ("loss", "grad_norm", "reward", "entropy_estimate", "environment_tokens", "turns"):
-                assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), (name, key)
-            assert line["log_prob_gap"]["max"] < 1e-12
+        keys = ("loss", "grad_norm", "reward", "entropy_estimate", "environment_tokens", "turns")
+        assert_close(tmp_path / name, alone, *keys)
+        assert all(line["log_prob_gap"]["max"] < 1e-12 for line in read_lines(tmp_path / name))
     assert all(line["turns"] > 1.5 and line["environment_tokens"] > 20 for line in alone)
     assert all(set(line["rewards"]) == {"told", "environment"} for line in alone)
     flight = read_lines(tmp_path / "flight")
@@ -131,8 +133,6 @@ def test_turns_are_the_same_under_any_plan(tmp_path: Path) -> None:
 
 def with_length(roles: Any, length: int) -> Any:
     """An RL plan of longer sequences."""
-    from dataclasses import replace
-
     own = roles.roles
     policy = replace(own.policy, plan=replace(own.policy.plan, sequence_length=length))
     engines = replace(own.generation, plan=replace(own.generation.plan, sequence_length=length))

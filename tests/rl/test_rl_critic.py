@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from tests.parallel.test_zero import runtimes_of
-from tests.rl.test_apart import roles_of, run_cases, with_names
+from tests.support.commands import Refuse
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, assert_same_run, facts, read_lines, run_cases_of_rank, run_rl, write_rl
-from tests.support.spawn import free_port, spawn
+from tests.support.rl import (
+    RLCase,
+    assert_close,
+    assert_same_run,
+    read_lines,
+    roles_of,
+    run_rl,
+    run_rl_cases,
+    with_names,
+    write_rl,
+)
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors, tensor_names
-from yuan_train.cli.main import main
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import CheckpointError, PlanError
 from yuan_train.config.plan import MemoryForecast, Plan
@@ -139,12 +147,6 @@ def roles_with_reference(path: Path) -> RlPlan:
     return replace(roles, roles=replace(roles.roles, reference=ReferencePlan(where="host")))
 
 
-def beside_engines(rank: int, cases: list[RLCase], apart: Any) -> None:
-    """Cases on the cards that draw, then one on those of a policy beside engines."""
-    run_cases_of_rank(rank, cases)
-    run_cases(rank, [apart])
-
-
 def test_the_plan_changes_nothing(project: Path, tmp_path: Path) -> None:
     """Two stages, two pipelines that share optimizer states, and a policy beside engines on other cards;
     without the sum of gradients the critic is another."""
@@ -153,27 +155,18 @@ def test_the_plan_changes_nothing(project: Path, tmp_path: Path) -> None:
     run = policy_run(load_rl(project), sequence_length=16)
     stages = parse_plan(run, "2x4: 1@0 | 3@1", schedule="1f1b")
     pipelines = parse_plan(run, "2x3: 4@0 / 2x1: 4@1", schedule="1f1b", optimizer_sharding=True)
-    spawn(
-        beside_engines,
-        5,
+    run_rl_cases(
         [
             RLCase(project, tmp_path / "stages", stages, overrides),
             RLCase(project, tmp_path / "pipelines", pipelines, overrides),
             RLCase(project, tmp_path / "broken", pipelines, overrides, without="sharded_grad_reduce"),
-        ],
-        (
-            project,
-            (*overrides, f"log.directory={tmp_path / 'apart'}"),
-            roles_with_reference(project),
-            free_port(),
-        ),
+            RLCase(project, tmp_path / "apart", roles_with_reference(project), overrides),
+        ]
     )
     alone = run_rl(RLCase(project, tmp_path / "alone", None, overrides))
     keys = ("loss", "grad_norm", "reward", "value_loss", "explained_variance")
     for name in ("stages", "pipelines", "apart"):
-        for line, wanted in zip(facts(tmp_path / name), alone, strict=False):
-            for key in keys:
-                assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), (name, key)
+        assert_close(tmp_path / name, alone, *keys)
     broken = read_lines(tmp_path / "broken")[0]
     assert broken["reward"] == alone[0]["reward"]
     assert broken["value_loss"] != pytest.approx(alone[0]["value_loss"], rel=1e-6)
@@ -229,7 +222,7 @@ def test_the_planner_counts_what_a_stage_of_the_critic_holds(project: Path) -> N
             assert held[-1] < 0.99 * state_bytes(runtimes_of(plan)[-1])
 
 
-def test_what_is_refused(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(project: Path, tmp_path: Path, refuse: Refuse) -> None:
     run = load_rl(project, PPO)
     roles = roles_of(project, staleness=0)
     value = replace(roles.roles.policy.plan, model=replace(run.model, output="value"))
@@ -238,8 +231,8 @@ def test_what_is_refused(project: Path, tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(PlanError, match="the plan has one, and algorithm.name is grpo"):
         check_rl_plan_of_run(own, load_rl(project))
     save_rl_plan(tmp_path / "plan.yaml", own)
-    assert main(["rl", "--config", str(project), "--plan", str(tmp_path / "plan.yaml"), *PPO]) == 2
-    assert "roles.critic: cards of its own do not run yet; leave it out" in capsys.readouterr().err
+    said = refuse("rl", "--config", project, "--plan", tmp_path / "plan.yaml", *PPO)
+    assert "roles.critic: cards of its own do not run yet; leave it out" in said
     offload = parse_plan(
         policy_run(run, sequence_length=16), "2x4: 4@0", schedule="1f1b", optimizer_offload=(0.5,)
     )

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rl.test_apart import roles_of, run_cases
 from tests.rl.test_environments import changes, with_length
 from tests.support.models import VARIANTS
 from tests.support.project import MODEL, parse_plan
-from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
-from tests.support.spawn import free_port, spawn
+from tests.support.rl import RLCase, assert_close, read_lines, roles_of, run_rl, run_rl_cases, write_rl
 from tools import rl_tasks
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import load_rl, policy_run
@@ -23,7 +21,7 @@ from yuan_train.rl import experience
 from yuan_train.rl.job import check_supported
 
 M32 = VARIANTS["yuan-m32"] | {"num_layers": 4, "num_attention_heads": 4, "vocab_size": 64, "init_std": 0.2}
-QWEN = {k: v for k, v in VARIANTS["qwen3-moe"].items()} | {"num_layers": 4, "vocab_size": 64, "init_std": 0.2}
+QWEN = VARIANTS["qwen3-moe"] | {"num_layers": 4, "vocab_size": 64, "init_std": 0.2}
 
 
 def write_experts(folder: Path, model: dict[str, Any]) -> Path:
@@ -36,10 +34,9 @@ def test_experts_draw_and_train_alike_under_any_plan(tmp_path: Path) -> None:
     path = write_experts(tmp_path, M32)
     kl = ("algorithm.kl={coefficient: 0.1}", "algorithm.updates=2")
     run = policy_run(load_rl(path, kl), sequence_length=16)
-    divided = parse_plan(run, "2x4: 1@0 | 3@1,2")
     plans = {
         "pipelines": parse_plan(run, "2x3: 1@0 | 3@1;2 / 2x1: 4@3", schedule="zero_bubble"),
-        "divided": divided,
+        "divided": parse_plan(run, "2x4: 1@0 | 3@1,2"),
     }
     alone = run_rl(RLCase(path, tmp_path / "alone", overrides=kl))
     run_rl_cases([RLCase(path, tmp_path / name, plan, kl) for name, plan in plans.items()])
@@ -48,18 +45,11 @@ def test_experts_draw_and_train_alike_under_any_plan(tmp_path: Path) -> None:
     talk = changes(tmp_path)
     talked = run_rl(RLCase(path, tmp_path / "alone", overrides=talk))
     cases = {"sync": (0, ()), "flight": (1, ("generation.weights=in_flight", "train.steps=4"))}
-    spawn(
-        run_cases,
-        5,
+    run_rl_cases(
         [
-            (
-                path,
-                (*talk, *more, f"log.directory={tmp_path / name}"),
-                with_length(roles_of(path, staleness=age), 32),
-                free_port(),
-            )
+            RLCase(path, tmp_path / name, with_length(roles_of(path, staleness=age), 32), (*talk, *more))
             for name, (age, more) in cases.items()
-        ],
+        ]
     )
     check_same(tmp_path, "sync", talked)
     assert len(read_lines(tmp_path / "flight")) == 4
@@ -67,10 +57,8 @@ def test_experts_draw_and_train_alike_under_any_plan(tmp_path: Path) -> None:
 
 def check_same(folder: Path, name: str, alone: list[dict[str, Any]]) -> None:
     assert read_lines(folder / name, "samples.jsonl") == read_lines(folder / "alone", "samples.jsonl"), name
-    for line, wanted in zip(read_lines(folder / name), alone, strict=True):
-        for key in ("loss", "grad_norm", "reward", "kl", "environment_tokens"):
-            assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), (name, key)
-        assert line["log_prob_gap"]["max"] < 1e-12
+    assert_close(folder / name, alone, "loss", "grad_norm", "reward", "kl", "environment_tokens")
+    assert all(line["log_prob_gap"]["max"] < 1e-12 for line in read_lines(folder / name))
 
 
 def test_training_takes_the_experts_that_drew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

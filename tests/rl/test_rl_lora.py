@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.test_apart import roles_of, run_cases
 from tests.rl.test_rl_critic import tensors_of
 from tests.rl.test_rl_plans import check
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
-from tests.support.spawn import free_port, spawn
+from tests.support.rl import RLCase, assert_close, read_lines, roles_of, run_rl, run_rl_cases, write_rl
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.rl.engines import weight_buckets
@@ -50,23 +48,14 @@ def test_engines_are_sent_adapters_alone(tmp_path: Path) -> None:
         "resumed": (0, (save, "train.steps=3")),
         "async": (2, ("train.steps=4",)),
     }
-    spawn(
-        run_cases,
-        5,
-        [
-            (lora, (*more, f"log.directory={tmp_path / name}"), roles[staleness], free_port())
-            for name, (staleness, more) in cases.items()
-        ],
-    )
+    run_rl_cases([RLCase(lora, tmp_path / name, roles[age], more) for name, (age, more) in cases.items()])
     run_rl(RLCase(lora, tmp_path / "alone", None, ("train.steps=3",)))
     alone = read_lines(tmp_path / "alone")
     assert read_lines(tmp_path / "sync", "samples.jsonl") == read_lines(tmp_path / "alone", "samples.jsonl")
     together = [*read_lines(tmp_path / "begun"), *read_lines(tmp_path / "resumed")]
     for curve in (read_lines(tmp_path / "sync"), together):
-        for found, expected in zip(curve, alone, strict=True):
-            for key in ("loss", "grad_norm", "reward", "entropy_estimate"):
-                assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
-            assert found["log_prob_gap"]["max"] < 1e-12
+        assert_close(curve, alone, "loss", "grad_norm", "reward", "entropy_estimate")
+        assert all(found["log_prob_gap"]["max"] < 1e-12 for found in curve)
     # The base once, also after a resume; then the adapters: as many bytes as they have, to each engine.
     model = roles[0].roles.policy.plan.model
     tables = [weight_buckets(roles[0], 8, trained=trained) for trained in (False, True)]
@@ -95,8 +84,6 @@ def test_a_critic_has_adapters_too(tmp_path: Path) -> None:
     plan = parse_plan(run, "2x3: 1@0 | 3@1,2 / 2x1: 4@3", optimizer_sharding=True)
     run_rl_cases([RLCase(path, tmp_path / "plan", plan, ppo)])
     run_rl(RLCase(path, tmp_path / "alone", None, ppo[:2]))
-    for line, wanted in zip(read_lines(tmp_path / "plan"), read_lines(tmp_path / "alone"), strict=True):
-        for key in ("loss", "grad_norm", "value_loss"):
-            assert line[key] == pytest.approx(wanted[key], rel=1e-9, abs=1e-12), key
+    assert_close(tmp_path / "plan", tmp_path / "alone", "loss", "grad_norm", "value_loss")
     found = tensors_of(tmp_path / "ck" / "step-00000002", "critic.exp_avg.")
     assert "score.weight" in found and all(is_trained(run.model, name) for name in found)

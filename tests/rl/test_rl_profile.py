@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.commands import Ask
 from tests.support.rl import write_rl
 from yuan_train.cli.main import main
 from yuan_train.config.profile import load_profile
@@ -51,7 +52,7 @@ def test_rounds_and_readings_of_the_real_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generation_is_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_is_measured_and_planned_with(tmp_path: Path, ask: Ask) -> None:
     run, cluster, out = write_rl(tmp_path), tmp_path / "cluster.yaml", tmp_path / "profile.json"
     cluster.write_text(CLUSTER)
     given = ["--config", str(run), "--cluster", str(cluster)]
@@ -70,8 +71,7 @@ def test_generation_is_measured_and_planned_with(tmp_path: Path, capsys: pytest.
         assert all(1e-5 < seconds < 10 for seconds in rounds)
     assert profile.batch is not None and profile.batch.samples == 8
     assert 0 < profile.batch.scoring_seconds < 10 and 0 < profile.batch.packing_seconds < 10
-    assert main(["inspect", str(out), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["generation"]) == 2
+    assert len(ask("inspect", out)["generation"]) == 2
     plan = tmp_path / "plan.yaml"
     for more, source in ((("--profile", str(out)), "measured"), ((), "estimated")):
         assert main(["plan", *given, *more, "--out", str(plan), "--json", *CHANGES]) == 0

@@ -9,21 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.test_apart import roles_of, run_cases
 from tests.rl.test_rl_scoring import plan_of
+from tests.support.commands import Refuse
 from tests.support.project import parse_plan
 from tests.support.rl import (
     RLCase,
+    assert_close,
     assert_same_run,
     facts,
     read_lines,
-    run_cases_of_rank,
+    roles_of,
     run_rl,
     run_rl_cases,
     write_rl,
 )
-from tests.support.spawn import free_port, spawn
-from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, ReferencePlan, RlPlan, RolePlan, RolePlans
@@ -67,15 +66,14 @@ def test_solved_prompts_are_left_out_of_an_epoch_under_any_plan_and_after_a_resu
     run_rl(case("later"))
     assert asked(tmp_path / "later") == [*range(10), 0, 1, 2, 3, 4, 5, 7, 9]
     run = policy_run(load_rl(path, overrides), sequence_length=11)
-    uneven = RLCase(path, tmp_path / "uneven", parse_plan(run, "2x4: 1@0 | 3@1"), overrides)
-    run_rl_cases([uneven])
-    roles = roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0")
-    apart = tmp_path / "apart"
-    spawn(run_cases, 2, [(path, (*overrides, f"log.directory={apart}"), roles, free_port())])
-    for folder in (uneven.folder, apart):
-        assert read_lines(folder, "samples.jsonl") == read_lines(whole.folder, "samples.jsonl")
-        for found, expected in zip(read_lines(folder), read_lines(whole.folder), strict=True):
-            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-9, abs=1e-12)
+    plans = {
+        "uneven": parse_plan(run, "2x4: 1@0 | 3@1"),
+        "apart": roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0"),
+    }
+    run_rl_cases([RLCase(path, tmp_path / name, plan, overrides) for name, plan in plans.items()])
+    for name in plans:
+        assert read_lines(tmp_path / name, "samples.jsonl") == read_lines(whole.folder, "samples.jsonl")
+        assert_close(tmp_path / name, whole.folder, "grad_norm")
 
 
 def test_solved_groups_that_the_filter_replaces_rest_as_well(tmp_path: Path) -> None:
@@ -104,13 +102,10 @@ def test_solved_groups_that_the_filter_replaces_rest_as_well(tmp_path: Path) -> 
         (("data.order=random",), "data.order: .*random"),
     ],
 )
-def test_what_is_refused(
-    tmp_path: Path, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(tmp_path: Path, overrides: tuple[str, ...], message: str, refuse: Refuse) -> None:
     path = write_rl(tmp_path)
     skip = [] if "renew" in overrides[0] else ["data.skip_solved=1"]
-    assert main(["rl", "--config", str(path), *skip, *overrides]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refuse("rl", "--config", path, *skip, *overrides))
 
 
 def test_a_plan_of_a_run_that_skips_solved_prompts_takes_turns(tmp_path: Path) -> None:
@@ -174,12 +169,6 @@ def with_reference(path: Path) -> RlPlan:
     return RlPlan(mode="sync", roles=roles)
 
 
-def run_all(rank: int, uneven: list[RLCase], apart: list[tuple[Path, tuple[str, ...], RlPlan, int]]) -> None:
-    run_cases_of_rank(rank, uneven)
-    if rank < 3:
-        run_cases(rank, apart)
-
-
 @pytest.mark.slow
 def test_a_renewed_reference_under_plans_and_on_cards_of_its_own(tmp_path: Path) -> None:
     """As in one process, also resumed between two renewals, or there under another plan."""
@@ -192,20 +181,13 @@ def test_a_renewed_reference_under_plans_and_on_cards_of_its_own(tmp_path: Path)
     ]
     fp32 = "train.precision=fp32"
     apart = [
-        (
-            path,
-            (*saved(path, tmp_path / "apart", fp32, steps).overrides, f"log.directory={tmp_path / 'apart'}"),
-            with_reference(path),
-            free_port(),
-        )
-        for steps in ("train.steps=3", "train.steps=5")
+        replace(saved(path, tmp_path / "apart", fp32, f"train.steps={steps}"), plan=with_reference(path))
+        for steps in (3, 5)
     ]
-    spawn(run_all, 4, uneven, apart)
+    run_rl_cases([*uneven, *apart])
     run_rl(saved(path, tmp_path / "moved"))
     wanted = run_rl(saved(path, tmp_path / "alone"))
     for name in ("uneven", "moved"):
-        for line, expected in zip(read_lines(tmp_path / name), wanted, strict=True):
-            for key in ("loss", "grad_norm", "reward", "kl"):
-                assert line[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), (name, key)
+        assert_close(tmp_path / name, wanted, "loss", "grad_norm", "reward", "kl")
     run_rl(saved(path, tmp_path / "alone32", fp32))
     assert_same_run(tmp_path / "apart", tmp_path / "alone32", "c/step-00000005")

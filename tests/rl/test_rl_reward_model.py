@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rl.test_apart import roles_of, run_cases
 from tests.support.memory import most_bytes
 from tests.support.project import parse_plan
 from tests.support.ranks import Case, run_alone
-from tests.support.rl import RLCase, facts, read_lines, run_cases_of_rank, run_rl, write_rl
-from tests.support.spawn import free_port, spawn
+from tests.support.rl import RLCase, facts, read_lines, roles_of, run_rl, run_rl_cases, write_rl
 from tests.train.test_preference import REWARD, write_run
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.devices import CATALOGUE
@@ -44,12 +42,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def model_of(saved: Path, *, weight: float) -> str:
     return f"reward.model={{checkpoint: '{saved}', weight: {weight}}}"
-
-
-def under_plans(rank: int, shared: RLCase, apart: Any) -> None:
-    """On the cards that draw, then on those of a policy beside engines."""
-    run_cases_of_rank(rank, [shared])
-    run_cases(rank, [apart])
 
 
 def test_the_planner_counts_what_a_reward_model_holds() -> None:
@@ -118,14 +110,9 @@ def test_scores_are_those_of_each_answer_alone(
     run = policy_run(load_rl(path, overrides[:1]), sequence_length=16)
     plan = parse_plan(run, "2x3: 1@0 | 3@1,2 / 2x1: 4@3", schedule="1f1b", optimizer_sharding=True)
     once = (overrides[0], "train.steps=1")
-    apart = (*once, f"log.directory={tmp_path / 'apart'}")
-    spawn(
-        under_plans,
-        5,
-        RLCase(path, tmp_path / "plan", plan, once),
-        (path, apart, roles_of(path, staleness=0), free_port()),
-    )
-    for name in ("plan", "apart"):
+    plans = {"plan": plan, "apart": roles_of(path, staleness=0)}
+    run_rl_cases([RLCase(path, tmp_path / name, own, once) for name, own in plans.items()])
+    for name in plans:
         assert read_lines(tmp_path / name, "samples.jsonl") == samples[:2], name
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Refuse
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import start_command
@@ -303,11 +304,8 @@ def test_sigterm_saves(project: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         ("start.checkpoint=nowhere", "nowhere"),
     ],
 )
-def test_what_is_refused(
-    project: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rl", "--config", str(project), override]) == 2
-    assert re.search(message, capsys.readouterr().err)
+def test_what_is_refused(project: Path, override: str, message: str, refuse: Refuse) -> None:
+    assert re.search(message, refuse("rl", "--config", project, override))
 
 
 @pytest.mark.parametrize(

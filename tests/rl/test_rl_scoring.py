@@ -7,11 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.test_apart import roles_of, run_cases, with_names
 from tests.support.project import parse_plan
 from tests.support.ranks import Case, run_alone
-from tests.support.rl import RLCase, assert_same_run, facts, read_lines, run_rl, write_rl
-from tests.support.spawn import free_port, spawn
+from tests.support.rl import (
+    RLCase,
+    assert_close,
+    assert_same_run,
+    facts,
+    read_lines,
+    roles_of,
+    run_cases_of_rank,
+    run_rl,
+    with_names,
+    write_rl,
+)
+from tests.support.spawn import spawn
 from tests.train.test_preference import REWARD, write_run
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import PlanError
@@ -69,9 +79,9 @@ def test_scores_of_other_cards_are_those_of_the_policys(tmp_path: Path, scores: 
     model = f"reward.model={{checkpoint: '{scores}', weight: -2.0}}"
     fp32 = (KL, model, "train.precision=fp32", "train.steps=3", "algorithm.updates=2", "checkpoint.every=1")
 
-    def changes(name: str, *more: str) -> tuple[str, ...]:
+    def case(name: str, plan: RlPlan | None, *more: str) -> RLCase:
         folder = tmp_path / name
-        return (*more, f"log.directory={folder}", f"checkpoint.directory={folder / 'c'}")
+        return RLCase(path, folder, plan, (*more, f"checkpoint.directory={folder / 'c'}"))
 
     same = shared_with(path, scores, reference="2x4: 1@0 | 3@1", reward="2x4: 3@0 | 1@1")
     beside = roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0")
@@ -85,17 +95,14 @@ def test_scores_of_other_cards_are_those_of_the_policys(tmp_path: Path, scores: 
     )
     for roles in (same, beside):
         assert not list(validate_rl_plan(roles))
-    spawn(
-        run_cases_of_sizes,
-        6,
-        [
-            (path, changes("same", *fp32, "train.steps=2"), same, free_port()),
-            (path, changes("same", *fp32), same, free_port()),
-            (path, changes("other", *fp32, "train.steps=1"), same, free_port()),
-            (path, changes("beside", KL, model), beside, free_port()),
-        ],
-    )
-    run_rl(RLCase(path, tmp_path / "alone", None, changes("alone", *fp32)))
+    cases = [
+        case("same", same, *fp32, "train.steps=2"),
+        case("same", same, *fp32),
+        case("other", same, *fp32, "train.steps=1"),
+        case("beside", beside, KL, model),
+    ]
+    spawn(run_with_other_weights, 6, cases)
+    run_rl(case("alone", None, *fp32))
     assert_same_run(tmp_path / "same", tmp_path / "alone", "c/step-00000003")
     found, expected = (facts(tmp_path / name)[0] for name in ("other", "alone"))
     assert found["rewards"] == expected["rewards"] and found["kl"] != expected["kl"]
@@ -103,9 +110,7 @@ def test_scores_of_other_cards_are_those_of_the_policys(tmp_path: Path, scores: 
     assert read_lines(tmp_path / "beside", "samples.jsonl")[0]["rewards"] == pytest.approx(
         read_lines(tmp_path / "fp64", "samples.jsonl")[0]["rewards"], rel=1e-9
     )
-    for found, expected in zip(facts(tmp_path / "beside"), facts(tmp_path / "fp64"), strict=True):
-        for key in ("loss", "grad_norm", "reward", "kl"):
-            assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
+    assert_close(tmp_path / "beside", tmp_path / "fp64", "loss", "grad_norm", "reward", "kl")
     assert facts(tmp_path / "fp64")[1]["kl"] > 0
 
 
@@ -129,11 +134,10 @@ def test_what_is_refused(tmp_path: Path, scores: Path) -> None:
     assert any("backwards, which this role does not do" in v.message for v in validate_rl_plan(roles))
 
 
-def run_cases_of_sizes(rank: int, cases: list[tuple[Path, tuple[str, ...], RlPlan, int]]) -> None:
-    """Those of the cases that have such a rank; in the folder `other` the reference is not the policy."""
+def run_with_other_weights(rank: int, cases: list[RLCase]) -> None:
+    """In the folder `other` the reference is not the policy."""
     own = engines.own_weights
     for case in cases:
-        if rank < case[2].world_size:
-            is_other = any(word.endswith("/other") for word in case[1])
-            engines.own_weights = (lambda r: {n: 1.1 * w for n, w in own(r).items()}) if is_other else own
-            run_cases(rank, [case])
+        is_other = case.folder.name == "other"
+        engines.own_weights = (lambda r: {n: 1.1 * w for n, w in own(r).items()}) if is_other else own
+        run_cases_of_rank(rank, [case])

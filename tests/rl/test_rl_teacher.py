@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.rl.test_apart import roles_of, run_cases
 from tests.rl.test_rl_scoring import plan_of
 from tests.support.project import parse_plan
-from tests.support.rl import RLCase, facts, run_cases_of_rank, run_rl, write_rl
-from tests.support.spawn import free_port, spawn
+from tests.support.rl import RLCase, assert_close, facts, roles_of, run_rl, run_rl_cases, write_rl
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.rl import load_rl, policy_run
-from yuan_train.config.rl_plan import RlPlan, RolePlan, check_rl_plan_of_run
+from yuan_train.config.rl_plan import RolePlan, check_rl_plan_of_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.rl.experience import Group
 from yuan_train.rl.job import prepare_rl
@@ -84,13 +82,6 @@ def log_probs(model: Transformer, prompt: tuple[int, ...], ids: tuple[int, ...])
     return -model.loss(model(read), targets, reduction="none")[0, len(prompt) - 1 :]
 
 
-def under_plans(rank: int, shared: RLCase, apart: tuple[Path, tuple[str, ...], RlPlan, int]) -> None:
-    """On the policy's cards, then on cards of its own beside engines."""
-    if rank < shared.num_ranks:
-        run_cases_of_rank(rank, [shared])
-    run_cases(rank, [apart])
-
-
 def test_a_teacher_teaches_the_same_wherever_it_is(project: tuple[Path, Path, Path], tmp_path: Path) -> None:
     """Beside a function, with several passes: one process, resumed, an uneven plan, cards of its own."""
     path, teacher, _ = project
@@ -106,12 +97,10 @@ def test_a_teacher_teaches_the_same_wherever_it_is(project: tuple[Path, Path, Pa
     roles = roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0")
     own = RolePlan(plan=plan_of(path, "1x3: 5@0 / 2x1: 5@1", "r", scores=teacher))
     roles = replace(roles, roles=replace(roles.roles, reward=own))
-    apart = (*overrides, f"log.directory={tmp_path / 'apart'}")
-    spawn(under_plans, 4, RLCase(path, tmp_path / "plan", plan, overrides), (path, apart, roles, free_port()))
-    for name in ("plan", "apart"):
-        for found, expected in zip(facts(tmp_path / name), facts(tmp_path / "alone"), strict=True):
-            for key in ("loss", "grad_norm", "reward", "teacher_kl"):
-                assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), (name, key)
+    plans = {"plan": plan, "apart": roles}
+    run_rl_cases([RLCase(path, tmp_path / name, own, overrides) for name, own in plans.items()])
+    for name in plans:
+        assert_close(tmp_path / name, alone, "loss", "grad_norm", "reward", "teacher_kl")
     without = run_rl(RLCase(path, tmp_path / "without", None, (functions, "algorithm.epochs=2")))
     assert without[0]["reward"] == alone[0]["reward"] and without[0]["teacher_kl"] is None
     assert without[0]["grad_norm"] != pytest.approx(alone[0]["grad_norm"], rel=1e-3)

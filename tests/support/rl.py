@@ -6,6 +6,7 @@ import json
 import os
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import yaml
 from tests.support.project import MODEL, on_devices, parse_plan
 from tests.support.ranks import disabled
 from tests.support.spawn import as_rank, free_port, spawn
-from yuan_train.cli.rl import _run_role  # pyright: ignore[reportPrivateUsage]
+from yuan_train.cli.rl import _prepare_role  # pyright: ignore[reportPrivateUsage]
+from yuan_train.cli.train import run_rank
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl import RLConfig, load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, RlPlan, RolePlan, RolePlans
@@ -156,7 +158,8 @@ def run_cases_of_rank(rank: int, cases: list[RLCase]) -> None:
         if rank < case.num_ranks:
             as_rank(rank, case.num_ranks, case.port)
             if isinstance(case.plan, RlPlan):
-                _run_role(case.run, case.plan)
+                prepare_rank = partial(_prepare_role, case.run, case.plan)
+                run_rank(lambda own=prepare_rank: own)
                 continue
             position = Position(rank, case.num_ranks, rank, case.num_ranks)
             with disabled(case.without):

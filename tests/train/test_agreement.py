@@ -39,11 +39,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_both(
-    project: Path,
-    logs: Path,
-    *,
-    second: tuple[str, ...] = (),
-    folders: tuple[Path, Path] | None = None,
+    project: Path, logs: Path, *, second: tuple[str, ...] = (), folders: tuple[Path, Path] | None = None
 ) -> list[tuple[int, str]]:
     """Exit code and stderr of both ranks; each as if on a node of its own. `second`: overrides of rank 1."""
     words = ["train", "--config", project / "run.yaml", "--plan", project / "plan.yaml"]

@@ -11,18 +11,11 @@ import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import MODEL, make_plan, make_project, run_config, with_forecast
+from tests.support.project import MODEL, make_plan, on_devices, run_config, with_forecast
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.model import LoraConfig, ModelConfig
-from yuan_train.config.plan import (
-    PipelinePlan,
-    Plan,
-    RankPlan,
-    StagePlan,
-    copied_bytes,
-    snapshot_bytes,
-)
+from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, copied_bytes, snapshot_bytes
 from yuan_train.config.run import HostCopies
 from yuan_train.parallel.device import CardFacts, CardMemory
 from yuan_train.train import cards
@@ -310,12 +303,10 @@ def test_saves_in_the_background_count_in_the_memory_of_the_host() -> None:
 
 def test_copies_in_memory_are_counted_on_two_hosts() -> None:
     """Two of each, of the own ranks and of the node before; of frozen weights the weights alone."""
-    plan = forecast_plan()
-    nodes = tuple(replace(rank, device=f"{node}/0") for rank, node in zip(plan.ranks, "ab", strict=True))
-    plan = replace(plan, ranks=nodes)
+    alone = forecast_plan()
+    plan = on_devices(alone, "a/0", "b/0")
     state, copies = 12 * plan.model.parameters, HostCopies(kept=2)
     assert copied_bytes(plan, "a", copies) == copied_bytes(plan, "b", copies) == 2 * state
-    alone = replace(plan, ranks=tuple(replace(rank, device=f"a/{rank.rank}") for rank in plan.ranks))
     assert copied_bytes(alone, "a", copies) == 2 * state
     assert copied_bytes(alone, "a", HostCopies(snapshots=1, kept=2)) == 3 * state
     adapters = replace(plan, model=replace(plan.model, lora=LoraConfig(rank=4)))
@@ -337,10 +328,10 @@ def test_who_else_is_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_on_a_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The whole of `train`, on a card that torch does not have: taken by type, compared with the forecast."""
-    run = run_config(make_project(tmp_path), "train.device=auto", "train.steps=1", "validation.every=0")
+    run = run_config(run_file, "train.device=auto", "train.steps=1", "validation.every=0")
     plan = make_plan(run, [[6]])
     plan = replace(plan, ranks=(replace(plan.ranks[0], device="box/0", type="RTX-4090"),))
     small = CATALOGUE["RTX-3090"].memory
@@ -366,8 +357,8 @@ def test_a_run_on_a_card(
         train(job)
 
 
-def test_a_rank_waits_for_two_steps_at_least(tmp_path: Path) -> None:
-    run, plan = run_config(make_project(tmp_path), "train.timeout=600 s"), forecast_plan()
+def test_a_rank_waits_for_two_steps_at_least(run_file: Path) -> None:
+    run, plan = run_config(run_file, "train.timeout=600 s"), forecast_plan()
     assert plan.forecast is not None
     for step_seconds, waited in ((299.0, 600.0), (400.0, 800.0)):
         slow = replace(plan, forecast=replace(plan.forecast, step_seconds=step_seconds))

@@ -8,7 +8,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.support.project import make_project
 from tests.support.ranks import Case, run_alone
 from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.train import run, step
@@ -70,7 +69,7 @@ def test_what_a_pause_enqueues_is_in_no_step() -> None:
 
 
 def test_no_step_is_charged_with_validation_or_saving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:
         """In place of `time`: a millisecond passes with each look at it."""
@@ -94,7 +93,7 @@ def test_no_step_is_charged_with_validation_or_saving(
     long(step, "validation_loss", 1.0)
     long(run, "save_progress", None)
     changes = ("train.steps=6", "validation.every=2", f"checkpoint.directory={tmp_path / 'ck'}")
-    lines = run_alone(Case(make_project(tmp_path), tmp_path / "log", None, (*changes, "checkpoint.every=3")))
+    lines = run_alone(Case(run_file, tmp_path / "log", None, (*changes, "checkpoint.every=3")))
     assert [line["validation_loss"] for line in lines] == [None, 1.0] * 3
     assert clock.now > 5000 and max(line["step_seconds"] for line in lines) < 1.0
     tokens = 8 * 24

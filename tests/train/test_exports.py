@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Refuse
 from tests.support.project import make_project, parse_plan
 from tests.support.rl import RLCase, run_cases_of_rank, write_rl
 from tests.support.spawn import spawn
@@ -133,9 +134,8 @@ def test_sigterm_waits_for_no_export(
 )
 @pytest.mark.parametrize("kind", ["train", "rl"])
 def test_what_is_refused(
-    tmp_path: Path, kind: str, overrides: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    run_file: Path, tmp_path: Path, kind: str, overrides: tuple[str, ...], message: str, refuse: Refuse
 ) -> None:
-    run = make_project(tmp_path) if kind == "train" else write_rl(tmp_path)
+    run = run_file if kind == "train" else write_rl(tmp_path)
     words = [kind, "--config", str(run), f"checkpoint.directory={tmp_path}", "checkpoint.every=2"]
-    assert main([*words, *overrides]) == 2
-    assert f"checkpoint.export: {message}" in capsys.readouterr().err
+    assert f"checkpoint.export: {message}" in refuse(*words, *overrides)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import Ask, Refuse, command
 from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from tests.support.rl import write_rl
 from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import find_checkpoint, load_weights, tensor_names
 from yuan_train.checkpoint.megatron import export_megatron, import_megatron
-from yuan_train.cli.main import main
 from yuan_train.config.architecture import ADAPTERS, is_trained
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.model import LoraConfig, ModelConfig
@@ -186,13 +185,8 @@ def test_other_objectives_train_adapters(tmp_path: Path, kind: str) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "the quick", "chosen": " fox", "rejected": " dog jumps"}\n' * 8)
     options = (
-        *LORA,
-        f"objective={{kind: {kind}}}",
-        f"data.pairs={pairs}",
-        "data.train=[]",
-        "data.split=null",
-        "validation.every=0",
-        "train.micro_batch_size=2",
+        *(*LORA, f"objective={{kind: {kind}}}", f"data.pairs={pairs}", "data.train=[]", "data.split=null"),
+        *("validation.every=0", "train.micro_batch_size=2"),
     )
     run = run_config(run_file, *options)
     plan = parse_plan(run, "2x2: 2@0,1 | 4@2 full / 2x2: 6@3", optimizer_sharding=True)
@@ -217,10 +211,7 @@ def test_other_objectives_train_adapters(tmp_path: Path, kind: str) -> None:
             r"'gate' is no matrix of a layer \(has: value, query_key",
         ),
         (("lora={rank: 2}", "engine=megatron"), "engine: megatron trains no adapters"),
-        (
-            ("lora={rank: 2}", "search.offload=[optimizer]"),
-            "search.offload: optimizer keeps something",
-        ),
+        (("lora={rank: 2}", "search.offload=[optimizer]"), "search.offload: optimizer keeps something"),
         (
             ("lora={rank: 2}", "model.num_experts=4", "model.experts_per_token=2"),
             "a model with experts has no adapters yet; wanted a dense model",
@@ -228,16 +219,16 @@ def test_other_objectives_train_adapters(tmp_path: Path, kind: str) -> None:
     ],
 )
 def test_what_does_not_go_with_adapters_is_refused(
-    tmp_path: Path, options: tuple[str, ...], message: str
+    run_file: Path, options: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_config(make_project(tmp_path), *options)
+        run_config(run_file, *options)
 
 
-def test_a_plan_of_adapters_keeps_nothing_on_hosts(tmp_path: Path) -> None:
+def test_a_plan_of_adapters_keeps_nothing_on_hosts(run_file: Path) -> None:
     from yuan_train.config.plan_constraints import validate_plan
 
-    plan = parse_plan(run_config(make_project(tmp_path), *LORA), "1x8: 6@0", optimizer_offload=[0.5])
+    plan = parse_plan(run_config(run_file, *LORA), "1x8: 6@0", optimizer_offload=[0.5])
     assert [str(v.message) for v in validate_plan(plan)] == [
         "0.5: optimizer_offload keeps something on hosts, and a model with adapters keeps nothing there yet "
         "(lora); leave this out"
@@ -277,7 +268,9 @@ def test_reinforcement_learning_refuses_what_training_does(tmp_path: Path) -> No
     assert load_rl(path, options[:1]).model.lora == LoraConfig(rank=2)
 
 
-def test_commands_read_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_read_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ask: Ask, refuse: Refuse
+) -> None:
     """`generate` with the adapters in place gives what it gives of the merged model."""
     run_file = make_project(tmp_path, model=MODELS["yuan"] | {"vocab_size": 400})
     save = f"checkpoint.directory={tmp_path}/lora"
@@ -291,30 +284,17 @@ def test_commands_read_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     texts = []
     for name in ("lora", "merged"):
-        words = [
-            "--prompt-ids",
-            "5",
-            "--max-new-tokens",
-            "8",
-            "--temperature",
-            "0",
-            "--tokenizer",
-            str(tmp_path / "tokenizer"),
-        ]
-        assert main(["generate", "--checkpoint", str(tmp_path / name), *words]) == 0
+        words = ("--prompt-ids", 5, "--max-new-tokens", 8, "--temperature", 0, "--tokenizer")
+        assert command("generate", "--checkpoint", tmp_path / name, *words, tmp_path / "tokenizer") == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].strip()
-    assert main(["inspect", str(tmp_path / "lora"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == found.model.parameters
+    assert ask("inspect", tmp_path / "lora")["parameters"] == found.model.parameters
     assert len(curve) == 6
-    bad = ["lora={rank: 2, targets: [gate]}", "train.steps=1"]
-    assert main(["train", "--config", str(run_file), *bad]) == 2
-    assert "error: " in capsys.readouterr().err
+    refuse("train", "--config", run_file, "lora={rank: 2, targets: [gate]}", "train.steps=1")
 
 
-def test_files_hold_adapters(tmp_path: Path) -> None:
+def test_files_hold_adapters(run_file: Path, tmp_path: Path) -> None:
     """The resolved run and the plan in the log directory read as what they were."""
-    run_file = make_project(tmp_path)
     options = ("lora={rank: 3, targets: [out, up]}", "train.steps=1")
     run_alone(Case(run_file, tmp_path / "log", None, options))
     run = load_run(tmp_path / "log" / "config.yaml")

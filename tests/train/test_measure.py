@@ -13,17 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.planner.by_hand import entry, unit
 from tests.support.fake_card import FakeCard
-from tests.support.project import make_project, run_config
+from tests.support.project import MODEL, run_config
 from tests.support.spawn import start_command
 from yuan_train.cli import profile as profile_command
 from yuan_train.cli.main import main
+from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import load_model
-from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile, load_profile
+from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.profile import ProfileEntry, StageStart, load_profile
 from yuan_train.parallel.device import CPU, Device
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.profile import units
 from yuan_train.train import job
 from yuan_train.train.memory import can_track_memory
@@ -40,10 +42,10 @@ device_types:
 """
 
 
-def short_case(tmp_path: Path, dtype: torch.dtype, *, seconds_per_unit: float) -> units.ProfileCase:
+def short_case(dtype: torch.dtype, *, seconds_per_unit: float) -> units.ProfileCase:
     """Two sequences of eight tokens of the project's model, on the CPU."""
     return units.ProfileCase(
-        model=run_config(make_project(tmp_path)).model,
+        model=ModelConfig(**MODEL),
         sequence_length=8,
         micro_batch_size=2,
         recompute="none",
@@ -53,8 +55,7 @@ def short_case(tmp_path: Path, dtype: torch.dtype, *, seconds_per_unit: float) -
     )
 
 
-def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
-    run_file = make_project(tmp_path)
+def test_a_profile_of_simulated_cards(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file)
     model = tmp_path / "model.yaml"
     model.write_text(json.dumps({k: v for k, v in vars(run.model).items()}))
@@ -92,21 +93,12 @@ def test_a_profile_of_simulated_cards(tmp_path: Path) -> None:
     # What a process holds besides the model is at least Python and torch.
     assert fast.reserved_bytes is not None and 50e6 < fast.reserved_bytes < 4e9
     assert not profile.is_whole
-    device_type = make_costs(
-        PlanProblem(
-            cluster=load_cluster(tmp_path / "cluster.yaml"),
-            model=run.model,
-            sequence_length=run.data.sequence_length,
-            global_batch_size=run.train.global_batch_size,
-            precision=run.train.precision,
-            profile=profile,
-        )
-    ).problem.cluster.device_type("Fast")
-    assert device_type.reserved == math.ceil(fast.reserved_bytes)
+    costs = make_costs(problem_of(run, load_cluster(tmp_path / "cluster.yaml"), profile))
+    assert costs.problem.cluster.device_type("Fast").reserved == math.ceil(fast.reserved_bytes)
 
 
-def test_a_units_time_is_divided_into_passes_on_a_cpu(tmp_path: Path) -> None:
-    case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
+def test_a_units_time_is_divided_into_passes_on_a_cpu() -> None:
+    case = short_case(torch.float32, seconds_per_unit=1.5)
     assert units.num_passes(case) == 3
     assert units.num_passes(replace(case, seconds_per_unit=0.9)) == 1
     assert units.num_passes(replace(case, device=FakeCard())) == 1
@@ -115,25 +107,16 @@ def test_a_units_time_is_divided_into_passes_on_a_cpu(tmp_path: Path) -> None:
     assert units.of_pass(case, 1) == case
 
 
-def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first(tmp_path: Path) -> None:
-    case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
+def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first() -> None:
+    case = short_case(torch.float32, seconds_per_unit=1.5)
 
-    def unit(seconds: float, size: float) -> UnitProfile:
-        return UnitProfile(
-            forward_seconds=seconds,
-            backward_seconds=2 * seconds,
-            state_bytes=size,
-            activation_bytes=size,
-            output_bytes=size,
-        )
-
-    def entry(seconds: float, size: float) -> ProfileEntry:
-        one = unit(seconds, size)
-        return ProfileEntry(device_type="A", embedding=one, layers=(one,), head=one, bare_layer=one)
+    def measured(seconds: float, size: float) -> ProfileEntry:
+        one = unit(seconds, 2 * seconds, state=size, kept=size, output=size)
+        return entry("A", one, bare_layer=one)
 
     # A single layer takes as long as each of several in a row: a stage has no start.
-    passes = [units.MeasuredCase(entry(x, y), (x, 2 * x)) for x, y in ((1.0, 5.0), (3.0, 7.0))]
-    assert units.make_entry(case, passes) == entry(2.0, 5.0)
+    passes = [units.MeasuredCase(measured(x, y), (x, 2 * x)) for x, y in ((1.0, 5.0), (3.0, 7.0))]
+    assert units.make_entry(case, passes) == measured(2.0, 5.0)
     plain = units.MeasuredCase(replace(passes[0].entry, bare_layer=None), (1.0, 2.0))
     assert units.make_entry(case, [plain] * 2).bare_layer is None
 
@@ -142,37 +125,26 @@ def test_a_case_takes_the_mean_seconds_of_its_passes_and_the_bytes_of_the_first(
     ("gigabytes", "micro_batch", "layers"), [(80, 1, 4), (80, 2, 4), (24, 2, 2), (16, 8, 1), (80, 64, 1)]
 )
 def test_so_many_layers_run_in_a_row_as_a_card_holds_with_what_they_keep(
-    gigabytes: int, micro_batch: int, layers: int, tmp_path: Path
+    gigabytes: int, micro_batch: int, layers: int
 ) -> None:
     """By itself a layer of a fast card takes the time of its host, which else works ahead."""
     model = load_model(ROOT / "configs/model/yuan2-2b.yaml")
     card = FakeCard(memory=gigabytes << 30)
     card.use()
-    case = short_case(tmp_path, torch.bfloat16, seconds_per_unit=1.5)
+    case = short_case(torch.bfloat16, seconds_per_unit=1.5)
     case = replace(case, model=model, sequence_length=4096, micro_batch_size=micro_batch, device=card)
     assert units.num_layers_in_a_row(case) == layers
 
 
-def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit(tmp_path: Path) -> None:
-    case = short_case(tmp_path, torch.float32, seconds_per_unit=1.5)
+def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit() -> None:
+    case = short_case(torch.float32, seconds_per_unit=1.5)
     count = units.num_layers_in_a_row(case)
     assert count > 1
 
-    def unit(forward: float, backward: float) -> UnitProfile:
-        return UnitProfile(
-            forward_seconds=forward,
-            backward_seconds=backward,
-            state_bytes=1.0,
-            activation_bytes=1.0,
-            output_bytes=1.0,
-        )
-
     # Starts of 0.3 and 0.5, layers of 1 and 2, a head of 4 and 0.1.
     row = unit(1.0 + 0.3 / count, 2.0 + 0.5 / count)
-    entry = ProfileEntry(
-        device_type="A", embedding=unit(0.2, 0.6), layers=(row,), head=unit(4.3, 0.6), bare_layer=row
-    )
-    found = units.make_entry(case, [units.MeasuredCase(entry, (1.3, 2.5))])
+    own = replace(entry("A", row, bare_layer=row), embedding=unit(0.2, 0.6), head=unit(4.3, 0.6))
+    found = units.make_entry(case, [units.MeasuredCase(own, (1.3, 2.5))])
     assert (found.start.forward_seconds, found.start.backward_seconds) == pytest.approx((0.3, 0.5))
     for got, wanted in (
         (found.layers[0], unit(1.0, 2.0)),
@@ -184,16 +156,16 @@ def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit(tmp_path: 
         assert got.forward_seconds == pytest.approx(wanted.forward_seconds)
         assert got.backward_seconds == pytest.approx(wanted.backward_seconds)
     # A single layer that took longer than the whole row has met other load: each layer keeps time.
-    busy = units.make_entry(case, [units.MeasuredCase(entry, (9.0 * count, 2.5))])
+    busy = units.make_entry(case, [units.MeasuredCase(own, (9.0 * count, 2.5))])
     assert busy.layers[0].forward_seconds == pytest.approx(0.1 * row.forward_seconds)
     # The model's only layer is all that is measured.
     single = replace(case, model=replace(case.model, num_layers=1))
-    assert units.make_entry(single, [units.MeasuredCase(entry, (1.3, 2.5))]).start == StageStart()
+    assert units.make_entry(single, [units.MeasuredCase(own, (1.3, 2.5))]).start == StageStart()
 
 
-def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
+def test_activation_and_transient_bytes_of_a_layer(run_file: Path) -> None:
     """Measured memory is at least what autograd saves; a recomputed layer needs transient memory."""
-    run = run_config(make_project(tmp_path))
+    run = run_config(run_file)
     case = units.ProfileCase(
         model=replace(
             run.model, num_layers=2, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64
@@ -214,15 +186,15 @@ def test_activation_and_transient_bytes_of_a_layer(tmp_path: Path) -> None:
         assert recomputed.transient_bytes is not None and recomputed.transient_bytes > 8 * hidden_bytes
 
 
-def test_state_bytes_under_bf16(tmp_path: Path) -> None:
-    case = short_case(tmp_path, torch.bfloat16, seconds_per_unit=0.01)
+def test_state_bytes_under_bf16() -> None:
+    case = short_case(torch.bfloat16, seconds_per_unit=0.01)
     entry = units.measure_case(case, device_type="here").entry
     assert entry.layers[0].state_bytes == 18 * case.model.layer_parameters
 
 
-def test_what_is_reserved_on_a_card(tmp_path: Path) -> None:
+def test_what_is_reserved_on_a_card() -> None:
     """All that is not free once the model has gone: here what others than torch hold."""
-    case = short_case(tmp_path, torch.float32, seconds_per_unit=0.01)
+    case = short_case(torch.float32, seconds_per_unit=0.01)
     for outside in (0, 700 << 20):
         found = units.measure_reserved(replace(case, device=FakeCard(outside=outside)))
         assert found == outside
@@ -259,8 +231,7 @@ device_types: {Mine: {memory: 24 GiB, fp32: 80 TFLOP/s, memory_bandwidth: 1000 G
     assert not profile_command._choose_device("cpu", job.Position(0, 2, 0, 2), cluster).is_card
 
 
-def test_profiles_of_two_machines_are_merged(tmp_path: Path) -> None:
-    run_file = make_project(tmp_path)
+def test_profiles_of_two_machines_are_merged(run_file: Path, tmp_path: Path) -> None:
     parts = []
     for name in ("A", "B"):
         parts.append(str(tmp_path / f"{name}.json"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.project import make_plan, make_project, run_config
+from tests.support.project import make_plan, run_config
 from yuan_train.config.plan import RankPlan
 from yuan_train.train.metrics import Log, StepMetrics, is_logged, peak_flops, progress_line
 
@@ -43,8 +43,8 @@ def test_the_progress_line_has_loss_speed_mfu_forecast_and_eta() -> None:
     assert "MFU -" in bare and "forecast" not in bare
 
 
-def test_metrics_jsonl_has_a_line_per_step_and_no_infinities(tmp_path: Path) -> None:
-    run = run_config(make_project(tmp_path), f"log.directory={tmp_path / 'log'}", "log.every=5")
+def test_metrics_jsonl_has_a_line_per_step_and_no_infinities(run_file: Path, tmp_path: Path) -> None:
+    run = run_config(run_file, f"log.directory={tmp_path / 'log'}", "log.every=5")
     stream = io.StringIO()
     log = Log(run, first_step=1, stream=stream)
     for step in range(1, 8):
@@ -58,8 +58,8 @@ def test_metrics_jsonl_has_a_line_per_step_and_no_infinities(tmp_path: Path) -> 
     assert is_logged(run.train.steps, run), "and the last"
 
 
-def test_peak_flops_of_mixed_cards_add_up(tmp_path: Path) -> None:
-    plan = make_plan(run_config(make_project(tmp_path)), [[3, 3]])
+def test_peak_flops_of_mixed_cards_add_up(run_file: Path) -> None:
+    plan = make_plan(run_config(run_file), [[3, 3]])
     assert peak_flops(plan, "bf16") is None
     ranks = (RankPlan(rank=0, device="a/0", type="A100-80G"), RankPlan(rank=1, device="b/0", type="RTX-4090"))
     assert peak_flops(replace(plan, ranks=ranks), "bf16") == pytest.approx(312e12 + 165.2e12)

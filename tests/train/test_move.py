@@ -18,8 +18,15 @@ import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import make_project, parse_plan, read_metrics, run_config, with_forecast
-from tests.support.ranks import saved_tensors
+from tests.support.project import (
+    make_project,
+    on_devices,
+    parse_plan,
+    read_metrics,
+    run_config,
+    with_forecast,
+)
+from tests.support.ranks import same_saved, saved_tensors
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
@@ -53,15 +60,8 @@ class Chain:
     """Negative control: a bit of one message is flipped."""
 
     def config(self, folder: Path, steps: int, *more: str) -> Any:
-        return run_config(
-            self.run_file,
-            *COMMON,
-            *self.more,
-            f"train.steps={steps}",
-            f"log.directory={folder}",
-            f"checkpoint.directory={folder / 'ck'}",
-            *more,
-        )
+        own = (f"train.steps={steps}", f"log.directory={folder}", f"checkpoint.directory={folder / 'ck'}")
+        return run_config(self.run_file, *COMMON, *self.more, *own, *more)
 
     def digest(self, number: int) -> str:
         return plan_digest(self.plans[number])
@@ -126,30 +126,18 @@ def moving(chain: Chain, rank: int, found: list[dict[str, Any]]) -> Iterator[Non
             bound += int(lacking.sum()) * shard.boxes[0].tensor.itemsize
         saved = Path(job.run.checkpoint.directory) / step_name(progress.step)
         equal = is_as_loaded(engine, saved) if saved.exists() else None
-        found.append(
-            {
-                "bytes": num_bytes,
-                "bound": bound,
-                "equal": equal,
-                "pid": os.getpid(),
-                "groups": count_groups(),
-            }
-        )
+        told = {"bytes": num_bytes, "bound": bound, "equal": equal}
+        found.append(told | {"pid": os.getpid(), "groups": count_groups()})
         return job, engine, progress, num_bytes
 
-    corrupted = (
-        patch.object(live, "unpack", _flip_first(live.unpack)) if chain.is_corrupted and not rank else None
-    )
+    unpack = _flip_first(live.unpack) if chain.is_corrupted and not rank else live.unpack
     with (
         patch.dict(os.environ, {NEXT_PLAN: str(path)}),
         patch.object(run, "_request", ask),
         patch.object(run, "move_to", move),
+        patch.object(live, "unpack", unpack),
     ):
-        if corrupted is None:
-            yield
-        else:
-            with corrupted:
-                yield
+        yield
 
 
 def _flip_first(unpack: Any) -> Any:
@@ -206,22 +194,14 @@ def check(chain: Chain) -> list[list[dict[str, Any]]]:
     assert all(len({move["pid"] for move in own}) == 1 for own in found)
     # The first ones, which the caller of the loop has, those of the plan before, and the new ones.
     assert max(move["groups"] for own in found for move in own) <= 3
-    ended, loaded = saved_tensors(chain.folder / "ck"), saved_tensors(chain.folder / f"from-{number}" / "ck")
-    assert ended.keys() == loaded.keys() and all(torch.equal(ended[key], loaded[key]) for key in ended)
+    assert same_saved(chain.folder / "ck", chain.folder / f"from-{number}" / "ck")
     return found
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
 
 
 def plan_of(run_file: Path, text: str, step_seconds: float = 1.0, **keys: Any) -> Plan:
     """On nodes a, b and c, with a forecast."""
     plan = with_forecast(parse_plan(run_config(run_file), text, **keys), step_seconds=step_seconds)
-    return replace(
-        plan, ranks=tuple(replace(r, device=f"{node}/0") for r, node in zip(plan.ranks, "abc", strict=False))
-    )
+    return on_devices(plan, *("a/0", "b/0", "c/0")[: plan.world_size])
 
 
 def test_a_run_moves_from_plan_to_plan(run_file: Path, tmp_path: Path) -> None:
@@ -274,14 +254,8 @@ def test_a_run_moves_from_plan_to_plan(run_file: Path, tmp_path: Path) -> None:
 
 def test_experts_and_their_biases_move(tmp_path: Path) -> None:
     """In bf16, between ranks that share experts and ranks that do not."""
-    model = {
-        "architecture": "llama",
-        "num_experts": 4,
-        "experts_per_token": 2,
-        "balance": "bias",
-        "balance_rate": 0.01,
-    }
-    run_file = make_project(tmp_path, model=model)
+    experts = {"num_experts": 4, "experts_per_token": 2, "balance": "bias", "balance_rate": 0.01}
+    run_file = make_project(tmp_path, model={"architecture": "llama"} | experts)
     plans = [
         plan_of(run_file, "1x8: 6@0,1"),
         plan_of(run_file, "1x8: 3@0 | 3@1"),
@@ -345,9 +319,7 @@ def test_reasons_for_a_restart(run_file: Path) -> None:
     config, two = run_config(run_file), plan_of(run_file, "1x8: 3@0 | 3@1")
     assert restart_reason(two, plan_of(run_file, "1x8: 2@0 | 4@1"), config) is None
     assert restart_reason(two, plan_of(run_file, "1x8: 6@0"), config) == "the plan leaves out b/0"
-    swapped = replace(
-        two, ranks=tuple(replace(r, device=d) for r, d in zip(two.ranks, ("b/0", "a/0"), strict=True))
-    )
+    swapped = on_devices(two, "b/0", "a/0")
     assert restart_reason(two, swapped, config) == "the plan numbers cards otherwise"
     for change in ("engine=megatron", "train.compile=true"):
         assert restart_reason(two, two, run_config(run_file, change)) is not None

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.project import make_project
 from yuan_train.cli.main import main
 from yuan_train.train import run as loop
 
 
 def test_changes_and_many_epochs_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A resumed run says what of its training is another; a run of twenty epochs that it is one."""
-    run = make_project(tmp_path)
+    run = run_file
     document = yaml.safe_load(run.read_text())
     words = ["train", "--config", str(run), f"log.directory={tmp_path / 'log'}", "validation.every=0"]
     words += [f"checkpoint.directory={tmp_path / 'checkpoints'}"]

@@ -9,17 +9,13 @@ from functools import partial
 import pytest
 import torch
 
-from yuan_train.config.model import ModelConfig
+from tests.support.models import tiny_model
 from yuan_train.config.run import OptimizerConfig
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.optimizer_shards import Away, away_bytes
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tiers import host_state
-from yuan_train.parallel.tiers.host_state import make_host_place
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.optimizer import Optimizer, learning_rate
 
@@ -137,14 +133,8 @@ def test_gradients_of_micro_batches_add_up_in_fp32_under_bf16() -> None:
 
 def test_the_heads_weight_gradient_is_accumulated_in_the_forward_and_not_rounded() -> None:
     """Autograd would round it to bf16. Without a `gradient_scale` there is none in the forward."""
-    size = ModelConfig(
-        name="small",
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        ffn_hidden_size=16,
-        vocab_size=40,
-        tie_embeddings=False,
+    size = tiny_model(
+        "yuan", hidden_size=16, num_attention_heads=2, num_layers=1, vocab_size=40, tie_embeddings=False
     )
     hidden = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(12).unsqueeze(0)
@@ -181,40 +171,3 @@ def test_a_bucket_of_vectors_only_and_no_bucket_at_all() -> None:
     optimizer.step(0.1)
     assert float(norm.weight[0].detach()) == pytest.approx(0.9)
     Optimizer([], config()).step(0.1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shares", [None, (1.0,)])
-def test_chunks_on_the_host_change_no_bit_and_take_what_they_need(
-    dtype: torch.dtype, shares: tuple[float, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_state, "CHUNK", 128)
-
-    def trained(offload: float) -> tuple[OwnedState, FlatBucket]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.LayerNorm(33)).to(dtype)
-        bucket = flat_bucket(model)
-        room = away_bytes(bucket, shares, Away(offload)).host
-        host = make_host_place(room, device=CPU) if offload else None
-        state = OwnedState(bucket, Groups({}, {}), shares, away=Away(offload), host=host)
-        optimizer = Optimizer([state], config(weight_decay=0.1))
-        for step in range(5):
-            bucket.gradient.normal_()
-            state.start_grad_reduce()
-            if step % 2:
-                state.take_if_reduced()
-            state.finish_grad_reduce()
-            optimizer.step(0.1, factor=0.5)
-            state.finish_weight_sync()
-        return state, bucket
-
-    _, resident = trained(0.0)
-    for offload in (0.3, 1.0):
-        state, bucket = trained(offload)
-        assert torch.equal(bucket.weights, resident.weights)
-        chunks = list(state.host_chunks)
-        assert len(chunks) > 2 and {chunk.decays for chunk in chunks} == {True, False}
-        elements = sum(chunk.master.numel() for chunk in chunks)
-        assert elements == pytest.approx(offload * bucket.weights.numel(), abs=64)
-        # Master, gradient and two moments in fp32, each rounded up to a cache line, and nothing beside them.
-        assert 16 * elements <= away_bytes(bucket, shares, Away(offload)).host <= 16 * elements + 4 * 64

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import make_project, parse_plan, run_config, with_forecast
+from tests.support.project import make_project, parse_plan, run_config, with_forecast, with_stages
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.parallel.activity import Activity, during
@@ -31,12 +32,11 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def explained(error: BaseException, plan: Plan, card: FakeCard | None) -> str:
-    where = during(Activity("compute", Step("backward", 1, 2)))
     with (
         pytest.raises(TrainingError) as found,
         explaining_memory(plan, 1, card or CPU),
         during(Activity("training_step", number=3)),
-        where,
+        during(Activity("compute", Step("backward", 1, 2))),
     ):
         raise error
     assert found.value.exit_code == 1
@@ -67,11 +67,8 @@ def test_others_on_the_card_are_named_first(plan: Plan) -> None:
 
 
 def test_what_a_stage_does_already_is_not_advised(plan: Plan) -> None:
-    (pipeline,) = plan.pipelines
-    stages = tuple(
-        replace(s, recompute="full", optimizer_offload=1.0, activation_offload=3) for s in pipeline.stages
-    )
-    plan = replace(plan, pipelines=(replace(pipeline, stages=stages),))
+    keys: dict[str, Any] = {"recompute": "full", "optimizer_offload": 1.0, "activation_offload": 3}
+    plan = with_stages(plan, *(replace(stage, **keys) for stage in plan.pipelines[0].stages))
     help_ = explained(FULL, plan, FakeCard()).splitlines()[-1]
     assert not any(key in help_ for key in ("recompute", "optimizer_offload", "activation_offload"))
 

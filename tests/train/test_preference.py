@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.support.commands import Ask, Refuse
 from tests.support.project import MODEL, parse_plan, read_metrics
 from tests.support.ranks import Case, run_alone, run_cases
-from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.run import load_run
@@ -88,7 +88,7 @@ def test_the_loss_does_not_depend_on_the_plan(project: Path, tmp_path: Path) -> 
     assert losses(tmp_path / "dpo", "accuracy")[0] == 0
 
 
-def test_resume_start_and_judge(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_start_and_judge(project: Path, tmp_path: Path, ask: Ask, refuse: Refuse) -> None:
     """Two halves are the whole, to the bit; a reward model begins with a policy's body, and learns."""
 
     def run(name: str, *overrides: str, folder: str | None = None) -> list[dict[str, Any]]:
@@ -126,23 +126,16 @@ def test_resume_start_and_judge(project: Path, tmp_path: Path, capsys: pytest.Ca
     )
     assert learned[0]["loss"] == pytest.approx(np.log(1 + np.exp(0.1)), abs=0.3)
     assert learned[-1]["loss"] < 0.1 and learned[-1]["accuracy"] == 1
-    pairs = str(project.parent / "pairs.jsonl")
-    capsys.readouterr()
-    assert main(["evaluate", "--checkpoint", str(tmp_path / "scores"), "--pairs", pairs, "--json"]) == 0
-    judged = json.loads(capsys.readouterr().out)
+    pairs = project.parent / "pairs.jsonl"
+    judged = ask("evaluate", "--checkpoint", tmp_path / "scores", "--pairs", pairs)
     assert judged["accuracy"] == 1 and judged["pairs"] == PAIRS and judged["margin"] > 1
     for words, message in (
         (["evaluate", "--checkpoint", tmp_path / "ck", "--pairs", pairs], "needs a reward model"),
-        (
-            ["evaluate", "--checkpoint", tmp_path / "scores", "--token-ids", "1", "--logits", "x"],
-            "predicts no",
-        ),
-        (["generate", "--checkpoint", tmp_path / "scores", "--prompt-ids", "1"], "only a language model"),
+        (["evaluate", "--checkpoint", tmp_path / "scores", "--token-ids", 1, "--logits", "x"], "predicts no"),
+        (["generate", "--checkpoint", tmp_path / "scores", "--prompt-ids", 1], "only a language model"),
         (["export-hf", tmp_path / "scores", "--out", tmp_path / "hf"], "no published format"),
     ):
-        capsys.readouterr()
-        assert main(list(map(str, words))) != 0
-        assert message in capsys.readouterr().err
+        assert message in refuse(*words)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.project import make_project, parse_plan, read_metrics, run_config
+from tests.support.project import parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_cases
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
+from yuan_train.config.run import RunConfig
 from yuan_train.parallel import transport
 from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.train.job import Position, prepare
@@ -53,18 +54,13 @@ FLIPS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"))
-
-
 def flip_lowest_bit(tensor: torch.Tensor) -> None:
     tensor.detach().view(BITS[tensor.element_size()]).view(-1)[5] ^= 1
 
 
 @contextmanager
-def flipping(what: str) -> Iterator[None]:
-    """Inside, the second step meets a flipped bit, once."""
+def flipping(what: str, weight: str = MATRIX) -> Iterator[None]:
+    """Inside, the second step meets a flipped bit, once; a weight has it after the step."""
     number, is_due = iter(range(1, 100)), [False]
     step, take, splitting = Trainer.step, transport.PendingReceive.take, DeferredWeightGrads.splitting  # pyright: ignore
     trainers: list[Trainer] = []
@@ -76,7 +72,7 @@ def flipping(what: str) -> Iterator[None]:
         result = step(self, *arguments)
         if is_second and what == "weight":
             self.finish()
-            flip_lowest_bit(dict(self.runtime.parts[0].named_parameters())[MATRIX])
+            flip_lowest_bit(dict(self.runtime.parts[0].named_parameters())[weight])
         return result
 
     def taking(self: Any) -> torch.Tensor:
@@ -108,17 +104,21 @@ def _run_all(
     for flip, plan in zip(flips, plans, strict=True):
         if rank >= plan.world_size:
             continue
-        as_rank(rank, plan.world_size, flip.port + every)
-        target = folder / flip.name / str(rank)
-        target.parent.mkdir(exist_ok=True)
         words = "train.steps=3", "validation.every=0", f"train.check_every={every}"
         run = run_config(run_file, *words, f"train.precision={flip.precision}")
-        try:
-            with flipping(flip.what if rank == flip.rank else ""):
-                train(prepare(run, plan, Position(rank, plan.world_size, rank, plan.world_size)))
-            target.write_text("")
-        except TrainingError as error:
-            target.write_text(str(error))
+        with flipping(flip.what if rank == flip.rank else ""):
+            train_and_tell(rank, plan, run, folder / flip.name / str(rank), flip.port + every)
+
+
+def train_and_tell(rank: int, plan: Plan, run: RunConfig, target: Path, port: int) -> None:
+    """Train as a rank, and write down why it has ended early, or nothing."""
+    as_rank(rank, plan.world_size, port)
+    target.parent.mkdir(exist_ok=True)
+    try:
+        train(prepare(run, plan, Position(rank, plan.world_size, rank, plan.world_size)))
+        target.write_text("")
+    except TrainingError as error:
+        target.write_text(str(error))
 
 
 @pytest.mark.parametrize("every", [2, 0])

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.project import make_plan, make_project, run_config
+from tests.support.project import make_plan, run_config
 from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.run import RunConfig
@@ -16,9 +16,10 @@ from yuan_train.train import agreement
 from yuan_train.train.job import Position, prepare
 
 
-def test_rank_zero_looks_for_the_checkpoint_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_zero_looks_for_the_checkpoint_of_all(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of several ranks, on a fake process group, does not look by itself; rank 0 does, for all."""
-    run_file = make_project(tmp_path)
     run = run_config(run_file, f"checkpoint.directory={tmp_path / 'ck'}")
     looked: list[RunConfig] = []
     found = Checkpoint(Path("/elsewhere/step-00000007"), {"step": 7})

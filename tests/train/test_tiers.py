@@ -10,23 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.test_plans import overrides, run_file
+from tests.parallel.test_plans import overrides
 from tests.support.project import parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
+from tests.support.ranks import Case, run_alone, run_cases, same_saved
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.parallel.tiers.host_state import HostChunk
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.optimizer import Optimizer
 
-__all__ = ["run_file"]
-
 TEXT = "1x4: 6@0,1 / 1x4: 2@2 | 4@3"
 SHARDED = {"optimizer_sharding": True, "optimizer_share": [1, 3, 2]}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_disks_change_no_bit(run_file: Path, tmp_path: Path) -> None:
@@ -59,9 +53,8 @@ def test_disks_change_no_bit(run_file: Path, tmp_path: Path) -> None:
             case("on disk", on_disk, 4),
         ]
     )
-    found = {name: saved_tensors(tmp_path / name / "ck") for name in ("here", "on disk")}
-    assert same(found["on disk"], found["here"])
-    assert same(saved_tensors(half_way("on disk")), saved_tensors(half_way("alone")))
+    assert same_saved(tmp_path / "on disk" / "ck", tmp_path / "here" / "ck")
+    assert same_saved(half_way("on disk"), half_way("alone"))
     assert not list((tmp_path / "disks").iterdir())
 
 
@@ -97,27 +90,22 @@ def test_a_killed_run_leaves_nothing_on_its_disk_and_resumes_to_the_bit(
     assert [line["step"] for line in read_metrics(tmp_path / "killed")] == [1, 2]
     run_alone(case("resumed", "killed"))
     run_alone(case("whole", "whole"))
-    assert same(saved_tensors(tmp_path / "killed" / "ck"), saved_tensors(tmp_path / "whole" / "ck"))
+    assert same_saved(tmp_path / "killed" / "ck", tmp_path / "whole" / "ck")
 
 
 @pytest.mark.parametrize(
-    ("keys", "changes", "message"),
+    ("changes", "message"),
     [
         (
-            {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
             ("checkpoint.asynchronous=true", "memory.disk_directory=disk"),
             "would fill the host's memory; set false",
         ),
-        (
-            {"optimizer_offload": [1.0], "optimizer_disk": [0.5]},
-            (),
-            "memory.disk_directory is not given; give a directory on a local disk",
-        ),
+        ((), "memory.disk_directory is not given; give a directory on a local disk"),
     ],
 )
 def test_options_that_do_not_suit_the_plan_are_refused(
-    run_file: Path, keys: dict, changes: tuple[str, ...], message: str
+    run_file: Path, changes: tuple[str, ...], message: str
 ) -> None:
     run = run_config(run_file, *changes)
     with pytest.raises((ConfigError, PlanError), match=message):
-        prepare(run, parse_plan(run, **{"text": "1x8: 6@0", **keys}), Position())
+        prepare(run, parse_plan(run, "1x8: 6@0", optimizer_offload=[1.0], optimizer_disk=[0.5]), Position())

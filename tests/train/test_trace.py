@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.commands import Refuse
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config, with_forecast
 from tests.support.ranks import Case, run_cases
@@ -229,38 +230,28 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_merged_is_refused(
-    fault: str, traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_merged_is_refused(fault: str, traced: Path, tmp_path: Path, refuse: Refuse) -> None:
     log = copied(traced, tmp_path)
     change, message = FAULTS[fault]
     change(log)
-    assert main(["trace", str(log), "--out", str(tmp_path / "out.json")]) == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
+    error = refuse("trace", log, "--out", tmp_path / "out.json")
     assert re.search(message, error.replace("\n", " ")), error
-    assert not (tmp_path / "out.json").exists()
 
 
-def test_a_directory_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(tmp_path / "nothing"), "--out", str(tmp_path / "out.json")]) == 2
-    assert "there is no such directory" in capsys.readouterr().err
+def test_a_directory_that_does_not_exist(tmp_path: Path, refuse: Refuse) -> None:
+    said = refuse("trace", tmp_path / "nothing", "--out", tmp_path / "out.json")
+    assert "there is no such directory" in said
 
 
 @pytest.mark.parametrize(
     ("trace", "log", "message"),
     [
-        (
-            "{first_step: 20, steps: 2}",
-            "runs/x",
-            "20 to 21 are to be traced, but the run ends at step 20",
-        ),
+        ("{first_step: 20, steps: 2}", "runs/x", "20 to 21 are to be traced, but the run ends at step 20"),
         ("{first_step: 0}", "runs/x", "greater than 0"),
         ("{first_step: 3}", "null", "written to log.directory"),
     ],
 )
-def test_what_to_trace_is_checked(tmp_path: Path, trace: str, log: str, message: str) -> None:
-    run_file = make_project(tmp_path)
+def test_what_to_trace_is_checked(run_file: Path, trace: str, log: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_config(run_file, f"train.trace={trace}", f"log.directory={log}")
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import Refuse
 from tests.support.project import make_project, run_config
 from tests.train.test_metrics import METRICS
-from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError
 from yuan_train.train import trackers
 from yuan_train.train.metrics import Log
@@ -132,19 +132,17 @@ def test_trackio_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_missing_package_ends_the_run_before_it_begins_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Refuse
 ) -> None:
     monkeypatch.setattr(trackers, "_is_installed", lambda name: name == "tensorboard")
-    path, log = make_project(tmp_path), tmp_path / "log"
-    line = ["train", "--config", str(path), f"log.directory={log}", "log.to=[tensorboard,wandb,mlflow]"]
-    assert main(line) == 2
-    assert "log.to: wandb, mlflow: not installed" in (said := capsys.readouterr().err)
-    assert "pip install wandb mlflow" in said and not log.exists()
+    words = (f"log.directory={tmp_path / 'log'}", "log.to=[tensorboard,wandb,mlflow]")
+    said = refuse("train", "--config", run_file, *words)
+    assert "log.to: wandb, mlflow: not installed" in said and "pip install wandb mlflow" in said
 
 
-def test_trackers_need_a_log_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--config", str(make_project(tmp_path)), "log.to=[wandb]"]) == 2
-    assert "log.to: wandb write into log.directory" in capsys.readouterr().err
+def test_trackers_need_a_log_directory(run_file: Path, refuse: Refuse) -> None:
+    said = refuse("train", "--config", run_file, "log.to=[wandb]")
+    assert "log.to: wandb write into log.directory" in said
 
 
 class Failing:
@@ -164,10 +162,10 @@ class Failing:
 
 
 def test_a_tracker_that_fails_ends_itself_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(trackers.OPENERS, "wandb", Failing)
-    run = run_config(make_project(tmp_path), f"log.directory={tmp_path / 'log'}", "log.to=[wandb]")
+    run = run_config(run_file, f"log.directory={tmp_path / 'log'}", "log.to=[wandb]")
     stream = io.StringIO()
     log = Log(run, first_step=1, stream=stream)
     for step in range(1, 4):
@@ -179,11 +177,13 @@ def test_a_tracker_that_fails_ends_itself_and_not_the_run(
     assert len((tmp_path / "log" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_tracker_that_does_not_open_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_does_not_open_is_named(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(place: trackers.Place) -> Failing:
         raise RuntimeError("api_key not configured")
 
     monkeypatch.setitem(trackers.OPENERS, "wandb", refuse)
-    run = run_config(make_project(tmp_path), f"log.directory={tmp_path / 'log'}", "log.to=[wandb]")
+    run = run_config(run_file, f"log.directory={tmp_path / 'log'}", "log.to=[wandb]")
     with pytest.raises(ConfigError, match="log.to: wandb: cannot be opened: api_key not configured"):
         Log(run, first_step=1)

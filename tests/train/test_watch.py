@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
 from tests.support.fake_card import FakeCard
-from tests.support.project import make_project, parse_plan, run_config
+from tests.support.project import parse_plan, run_config
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.device import Mark
 from yuan_train.parallel.grid import Grid
@@ -64,9 +65,8 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory: pytest.TempPathFactory) -> Grid:
-    run = run_config(make_project(tmp_path_factory.mktemp("project")))
-    return Grid(parse_plan(run, "1x4: 3@0 | 3@1 / 1x4: 3@2,3 | 3@4"))
+def grid(run_file: Path) -> Grid:
+    return Grid(parse_plan(run_config(run_file), "1x4: 3@0 | 3@1 / 1x4: 3@2,3 | 3@4"))
 
 
 def test_the_host_of_a_cpu_says_whom_it_waits_for_ever_less_often(grid: Grid) -> None:
@@ -151,10 +151,7 @@ def test_a_groups_broadcast_does_not_hide_the_message_before_it(grid: Grid) -> N
     ):
         rank = Watched(grid, rank_number, card=card)
         with observed_by(rank.watch):
-            with (
-                during(wait),
-                during(Activity("collective", what="the broadcast", ranks=(2, 3))),
-            ):
+            with during(wait), during(Activity("collective", what="the broadcast", ranks=(2, 3))):
                 pass
             rank.pass_seconds(61)
         (said,) = rank.said
