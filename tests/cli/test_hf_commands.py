@@ -118,6 +118,7 @@ def test_hostile_folders_are_user_errors(tmp_path: Path, refuse: Refuse) -> None
     torch.save({"x": Evil(tmp_path / "ran")}, evil / "pytorch_model.bin")
     nan = copy_of(tmp_path / "nan", change=lambda t: t["model.norm.weight"].fill_(float("nan")))
     other = copy_of(tmp_path / "other", config={"vocab_size": 135_040})
+    (tmp_path / "out").mkdir()
     for folder, message in [
         (torn, "torn, or no safetensors file"),
         (evil, "nothing in it was run"),
