@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.rl.test_rl_teacher import log_probs
 from tests.support.commands import Refuse
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
@@ -23,11 +25,13 @@ from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import CheckpointError, DataError, PlanError, TrainingError
 from yuan_train.config.plan import single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.executor import WARM_UP_PIECES
 from yuan_train.rl import loop
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.experience import Sample
 from yuan_train.rl.job import prepare_rl
+from yuan_train.rl.updates import Updater
 from yuan_train.train.job import Position
 
 
@@ -89,6 +93,35 @@ def test_log_probabilities_of_the_draw_are_the_trainers(project: Path, tmp_path:
     assert line["log_prob_gap"]["max"] < largest
     if model == "bf16":
         assert line["log_prob_gap"]["mean"] < 2e-2
+
+
+def test_draw_and_trainer_are_each_near_fp64(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp32 each rounds in its own way: both are within 1e-5 of what the same weights give in fp64."""
+    answers: list[tuple[tuple[int, ...], Sample]] = []
+    gaps: list[tuple[float, float]] = []
+    parts, score = Updater._parts, Updater._score  # pyright: ignore[reportPrivateUsage]
+
+    def note(self: Any, groups: Any, **more: Any) -> Any:
+        answers[:] = [(group.prompt.ids, sample) for group in groups for sample in group.samples]
+        return parts(self, groups, **more)
+
+    def compare(self: Any, own: Any) -> torch.Tensor:
+        found_N = score(self, own)
+        (module,) = self._trainer.runtime.parts.values()
+        exact = Transformer(self._run.model, dtype=torch.float64)
+        exact.load_state_dict({name: weight.double() for name, weight in module.state_dict().items()})
+        exact_N = torch.cat([log_probs(exact, prompt, sample.ids) for prompt, sample in answers]).detach()
+        drawn_N = torch.tensor([p for _, sample in answers for p in sample.log_probs], dtype=torch.float64)
+        gaps.append((float((drawn_N - exact_N).abs().max()), float((found_N - exact_N).abs().max())))
+        return found_N
+
+    monkeypatch.setattr(Updater, "_parts", note)
+    monkeypatch.setattr(Updater, "_score", compare)
+    more = ("train.precision=fp32", "train.steps=4", "algorithm.epochs=2", "optimizer.learning_rate=0.01")
+    run_rl(RLCase(project, tmp_path, None, more))
+    assert len(gaps) == 4 and 1e-7 < max(map(max, gaps)) < 1e-5
 
 
 def test_aipo_is_the_clipped_loss_where_nothing_is_old(project: Path, tmp_path: Path) -> None:
