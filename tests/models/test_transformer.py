@@ -97,7 +97,7 @@ def test_errors(make_config):
         Transformer(make_config(), layers=(2, 4))
     with pytest.raises(ValueError, match="recompute 'some' is unknown"):
         Transformer(make_config(), recompute="some")
-    with pytest.raises(ConfigError, match="model tiny: num_attention_heads: 5 heads do not divide"):
+    with pytest.raises(ConfigError, match="model yuan: num_attention_heads: 5 heads do not divide"):
         Transformer(make_config(num_attention_heads=5))
 
 
