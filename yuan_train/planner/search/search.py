@@ -1,5 +1,4 @@
-"""The search for the fastest plan: what is found by the compiled core, by a proof, and of special plans, is
-ranked, chosen and reported.
+"""The search for the fastest plan: what is found is ranked, chosen and reported.
 
 The same input gives the same plan, byte for byte, unless the time limit ends the search; then the best plan
 found so far is returned, and `SearchResult.stopped` says so.
@@ -7,28 +6,18 @@ found so far is returned, and `SearchResult.stopped` says so.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.document import without_garbage_collector
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
-from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.alternating import alternating_plans
+from yuan_train.config.run import SearchConfig
+from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.search.bounds import Bound, lower_bound
-from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, rank
-from yuan_train.planner.search.drafts import FEW_CARDS, search_drafts
-from yuan_train.planner.search.expert_groups import expert_plans, may_divide_experts
-from yuan_train.planner.search.islands import search_islands
-from yuan_train.planner.search.local import half_layer_plans
-from yuan_train.planner.search.paged import check_pages, paged_plans
-from yuan_train.planner.search.prove import NOTHING_PROVEN, is_provable, prove_shapes
+from yuan_train.planner.search.find import Candidate, Plans, Space, TimeLimit, even_split, find_plans
 from yuan_train.planner.search.search_result import (
     LeftOut,
     SearchResult,
@@ -37,14 +26,10 @@ from yuan_train.planner.search.search_result import (
     runners_up,
     with_forecast,
 )
-from yuan_train.planner.search.shapes import Options, Shape, as_plain, make_plan, read_options, wanted_shapes
+from yuan_train.planner.search.shapes import Options, as_plain, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
 from yuan_train.planner.search.simplicity import keep_to_cards, passed_over, prefer_simple, simplicity_note
 
-SPECIAL = (expert_plans, alternating_plans, half_layer_plans, paged_plans)
-"""What finds plans that the compiled core does not price, each from the plans that are known so far."""
-LISTING_SHARE = 1 / 2
-"""Of the time, for listing the shapes; what is not listed by then is not searched."""
 BRIEF = 1 / 8
 """Of the effort, what a search that is not thorough takes."""
 CLOSING_SECONDS_PER_CARD = 2e-4
@@ -96,8 +81,7 @@ def _search(
     closing = min(CLOSING_SECONDS_PER_CARD * len(problem.cluster.cards), time_limit / 2)
     limit = TimeLimit(clock, clock(), time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
-    space = Space(make_costs(problem), cards, options, limit)
-    plans = _find_plans(space)
+    space, plans = find_plans(make_costs(problem), cards, options, limit)
     if not plans.ranked:
         raise _nothing_found(space, plans, time_limit)
     kept, faster = keep_to_cards(plans.ranked) if options.keeps_to_cards else (plans.ranked, None)
@@ -106,7 +90,7 @@ def _search(
     best = with_forecast(space.costs, ranked[0], lowest)
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
-    even, no_even = _even_split(space, plans, best)
+    even, no_even = even_split(space, plans, best)
     notes = notes_of(space.costs, best.cost)
     return SearchResult(
         best=best,
@@ -142,9 +126,7 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
     return replace(options, effort=options.effort * (1.0 if thorough else BRIEF))
 
 
-def _nothing_found(
-    space: Space, plans: _Plans, time_limit: float
-) -> SearchStopped | NoPlanFits | ConfigError:
+def _nothing_found(space: Space, plans: Plans, time_limit: float) -> SearchStopped | NoPlanFits | ConfigError:
     """Why there is no plan."""
     if not plans.any_fits and (space.is_over() or not plans.has_all_shapes):
         return SearchStopped(
@@ -194,131 +176,3 @@ def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], li
         )
     reason = f"no {precision} units; {advice} to use it"
     return usable, [LeftOut(card=card, reason=reason) for card in lacking]
-
-
-# --- what is found -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plans:
-    """What was found in a space."""
-
-    shapes: Sequence[Shape]
-    has_all_shapes: bool
-    """Whether the time sufficed to list them."""
-    ranked: Sequence[Candidate]
-    """The plans that fit, fastest first."""
-    num_simulated: int
-    """Plans of the shapes that were priced."""
-    any_fits: bool
-    """Whether a plan fits, be it under a schedule that `search.schedule` does not name."""
-    lowest: float = math.inf
-    """Seconds of the fastest plan of the shapes, if that is proven."""
-
-
-def _find_plans(space: Space) -> _Plans:
-    """The fastest plans of a space, of many cards as islands. Raises ConfigError if none is allowed."""
-    check_pages(space.costs.problem, space.options)
-    large = rank(search_islands(space))
-    shapes, has_all = _list_shapes(space, most=1 if large else None)
-    none = _Plans(shapes=shapes, has_all_shapes=has_all, ranked=(), num_simulated=0, any_fits=False)
-    if large:
-        return replace(none, ranked=large, num_simulated=len(large), any_fits=True)
-    return _look_through(space, none)
-
-
-def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
-    """(shapes, at most so many, whether these are all). Raises ConfigError if none is allowed."""
-    problem = space.costs.problem
-    wanted = wanted_shapes(space.cards, space.options, global_batch_size=problem.global_batch_size)
-    shapes: list[Shape] = []
-    for shape in itertools.islice(wanted, most):
-        shapes.append(shape)
-        if space.is_over(LISTING_SHARE):
-            break
-    has_all_shapes = next(wanted, None) is None
-    if space.options.use_all_devices and shapes:
-        shapes = _not_longer_than_model(problem, shapes)
-    return shapes, has_all_shapes
-
-
-def _look_through(space: Space, none: _Plans) -> _Plans:
-    """The fastest plans of the listed shapes and beside them, proven where that is within reach."""
-    drafts = search_drafts(space, none.shapes)
-    ranked = rank(drafts.candidates)
-    proof = NOTHING_PROVEN
-    provable = none.has_all_shapes and is_provable(none.shapes, space.cards)
-    if provable and not space.options.offload_disk and not _has_unproven(space):
-        least = ranked[0].step_seconds if ranked else math.inf
-        proof = prove_shapes(space, none.shapes, best_seconds=least)
-    if proof.exact:
-        ranked = rank([*ranked, *proof.found])
-        lowest = min((one.step_seconds for one in proof.found), default=math.inf)
-        return replace(
-            none, ranked=ranked, num_simulated=proof.num_priced, lowest=lowest, any_fits=bool(ranked)
-        )
-    for find in SPECIAL:
-        ranked = rank([*ranked, *find(space, ranked)])
-    any_fits = drafts.any_fits or bool(ranked)
-    return replace(none, ranked=ranked, num_simulated=drafts.num_priced, any_fits=any_fits)
-
-
-def _has_unproven(space: Space) -> bool:
-    """Whether plans that no proof covers are among the searched ones: mixed pipelines, or special ones."""
-    options = space.options
-    several = options.pipelines is None or max(options.pipelines) > 1
-    may_mix = several and options.num_micro_batches is None and len(space.cards) > 1
-    return (
-        (may_mix and not options.expressible)
-        or options.all_schedules != options.schedules
-        or options.all_sizes != options.micro_batch_sizes
-        or "interleaved_1f1b" in options.all_schedules
-        or options.half_layers
-        or options.offload_parameters
-        or may_divide_experts(space)
-    )
-
-
-def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes with at most as many slots as the model has units. Raises ConfigError if there are none."""
-    num_units = problem.model.num_layers + 2
-    kept = [shape for shape in shapes if len(shape.slots) <= num_units]
-    if not kept:
-        shortest = min(len(shape.slots) for shape in shapes)
-        raise ConfigError(
-            f"search.use_all_devices: pipelines of at least {shortest} cards, but the model has only "
-            f"{num_units} parts (embedding, layers, head) to give to them; allow more search.pipelines, "
-            "or leave cards out with use_all_devices: false"
-        )
-    return kept
-
-
-def _even_split(space: Space, plans: _Plans, best: Candidate) -> tuple[Candidate | None, str]:
-    """The even split that a plan is compared with, and if there is none the reason."""
-    if not plans.shapes and plans.has_all_shapes:
-        return None, "the cards do not divide into equal pipelines"
-    # Its price is one plan's: nothing on few cards, seconds on thousands.
-    if not plans.shapes or (space.is_over() and len(space.cards) > FEW_CARDS):
-        return None, "search.time_limit was over before its turn"
-    shape = best.shape if len(best.shape.slots) > 1 else plans.shapes[0]
-    num_layers = space.costs.problem.model.num_layers
-    if len(shape.slots) > num_layers:
-        return None, f"it would have {len(shape.slots)} stages, and the model has {num_layers} layers"
-    return _cut_evenly(space.costs, shape, space.options), ""
-
-
-def _cut_evenly(costs: Costs, shape: Shape, options: Options) -> Candidate:
-    """The naive plan: all slots in the cluster's order, layers divided evenly, the first slots with one more,
-    and the first recompute that fits, or the first of all."""
-    num_layers, num_stages = costs.problem.model.num_layers, len(shape.slots)
-    size, rest = divmod(num_layers, num_stages)
-    bounds = [0] + [1 + (s + 1) * size + min(s + 1, rest) for s in range(num_stages)]
-    bounds[-1] += 1
-    tried: list[Candidate] = []
-    for recompute in options.recompute:
-        same: list[Recompute] = [recompute] * num_stages
-        plan = make_plan(costs, shape, order=range(num_stages), bounds=bounds, recompute=same)
-        tried.append(Candidate(plan=plan, cost=cost_plan(costs, plan), shape=shape))
-        if tried[-1].cost.fits:
-            return tried[-1]
-    return tried[0]
