@@ -13,18 +13,13 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.alternating import alternating_plans
 from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, rank
 from yuan_train.planner.search.drafts import FEW_CARDS, search_drafts
-from yuan_train.planner.search.expert_groups import expert_plans, may_divide_experts
 from yuan_train.planner.search.islands import search_islands
-from yuan_train.planner.search.local import half_layer_plans
-from yuan_train.planner.search.paged import check_pages, paged_plans
 from yuan_train.planner.search.prove import NOTHING_PROVEN, is_provable, prove_shapes
 from yuan_train.planner.search.shapes import Options, Shape, make_plan, wanted_shapes
+from yuan_train.planner.search.special import check_special, may_be_special, with_special_plans
 
-SPECIAL = (expert_plans, alternating_plans, half_layer_plans, paged_plans)
-"""What finds plans that the compiled core does not price, each from the plans that are known so far."""
 LISTING_SHARE = 1 / 2
 """Of the time, for listing the shapes; what is not listed by then is not searched."""
 
@@ -51,7 +46,7 @@ def find_plans(
 ) -> tuple[Space, Plans]:
     """The space, and its fastest plans, of many cards as islands. Raises ConfigError if none is allowed."""
     space = Space(costs, cards, options, limit)
-    check_pages(costs.problem, options)
+    check_special(space)
     large = rank(search_islands(space))
     shapes, has_all = _list_shapes(space, most=1 if large else None)
     none = Plans(shapes=shapes, has_all_shapes=has_all, ranked=(), num_simulated=0, any_fits=False)
@@ -90,8 +85,7 @@ def _search(space: Space, none: Plans) -> Plans:
         return replace(
             none, ranked=ranked, num_simulated=proof.num_priced, lowest=lowest, any_fits=bool(ranked)
         )
-    for find in SPECIAL:
-        ranked = rank([*ranked, *find(space, ranked)])
+    ranked = with_special_plans(space, ranked)
     any_fits = drafts.any_fits or bool(ranked)
     return replace(none, ranked=ranked, num_simulated=drafts.num_priced, any_fits=any_fits)
 
@@ -106,9 +100,7 @@ def _has_unproven(space: Space) -> bool:
         or options.all_schedules != options.schedules
         or options.all_sizes != options.micro_batch_sizes
         or "interleaved_1f1b" in options.all_schedules
-        or options.half_layers
-        or options.offload_parameters
-        or may_divide_experts(space)
+        or may_be_special(space)
     )
 
 
