@@ -106,17 +106,9 @@ def _timeline_svg(placement: Placement) -> str:
 
 def _engines_html(placement: Placement, plan: RlPlan) -> str:
     generation = placement.generation
-    rows = [
-        (str(e), words, f"{rate:.3g}", f"{share:.1%}")
-        for e, (words, rate, share) in enumerate(
-            zip(
-                roles_text.engines_words(generation),
-                generation.samples_per_second,
-                generation.shares,
-                strict=True,
-            )
-        )
-    ]
+    words, rates = roles_text.engines_words(generation), generation.samples_per_second
+    own = zip(words, rates, generation.shares, strict=True)
+    rows = [(str(e), said, f"{rate:.3g}", f"{share:.1%}") for e, (said, rate, share) in enumerate(own)]
     return bullets(roles_text.role_lines(placement, plan)) + table(
         ("engine", "cards", "samples/s", "prompts"), rows
     )

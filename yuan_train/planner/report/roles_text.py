@@ -68,9 +68,8 @@ def describe(placement: Placement) -> str:
     mode = placement.mode + (f", staleness {placement.staleness}" if placement.staleness else "")
     policy = cards_words(dict.fromkeys(card for own in placement.policy.cost.stages for card in own.cards))
     roles = [f"the same cards train and generate: {policy}" if placement.shared else f"policy {policy}"]
-    served = len(placement.generation.served)
-    if served:
-        roles.append(f"generation {served} server" + "s" * (served > 1))
+    if placement.generation.served:
+        roles.append(f"generation by servers ({len(placement.generation.served)})")
     elif not placement.shared:
         cards = [card for engine in placement.generation.engines for card in engine.cards]
         roles.append(f"generation {cards_words(cards)}")
@@ -208,8 +207,7 @@ def roles_json(result: RolesResult, plan: RlPlan, *, path: str | None) -> dict[s
             for own, share in zip(engines.engines, engines.shares, strict=False)
         ]
         or [
-            {"tokens_per_second": rate, "share": share}
-            for rate, share in zip(engines.served, engines.shares, strict=True)
+            {"tokens_per_second": r, "share": s} for r, s in zip(engines.served, engines.shares, strict=True)
         ],
         "exact": result.exact,
         "stopped_by_time_limit": result.stopped,

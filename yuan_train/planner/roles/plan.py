@@ -39,6 +39,7 @@ def roles_problem(
     offload = offload if run.model.lora is None and run.critic is None else ()
     expected = run.expected_new_tokens
     servers = (run.roles.generation.tokens_per_second or ()) if run.roles.generation is not None else ()
+    placement: Placement = "apart" if servers else "shared"
     if expected > run.generation.max_new_tokens:
         most = run.generation.max_new_tokens
         raise ConfigError(f"search.expected_new_tokens: {expected}, but generation.max_new_tokens is {most}")
@@ -77,21 +78,14 @@ def roles_problem(
         slots=run.search.generation.slots,
         most_slots=run.generation.slots,
         modes=_modes(run),
-        placements=_placements(run, servers),
+        # Of servers whose speed is not known the plan is as if the policy drew.
+        placements=run.search.placement if run.roles.generation is None else (placement,),
         servers=servers,
         staleness=run.schedule.staleness or 0,
         in_flight=run.generation.weights == "in_flight",
         sync_share=run.search.sync_share,
         time_limit=run.search.time_limit,
     )
-
-
-def _placements(run: RLConfig, servers: Sequence[float]) -> tuple[Placement, ...]:
-    """How cards may be shared among roles. Of servers whose speed is not known the plan is as if the policy
-    drew."""
-    if run.roles.generation is None:
-        return run.search.placement
-    return ("apart",) if servers else ("shared",)
 
 
 def _modes(run: RLConfig) -> tuple[Mode, ...]:
@@ -143,10 +137,9 @@ def make_rl_plan(problem: placing.RolesProblem, result: RolesResult) -> rl_plan.
     else:
         shares = [round(share, 6) for share in best.generation.shares[:-1]]
         shares.append(1.0 - math.fsum(shares))
-        generation = rl_plan.GenerationPlan(with_="servers", shares=tuple(shares))
-        if not problem.servers:
-            engines = engines_plan(problem, best.generation.engines)
-            generation = rl_plan.GenerationPlan(shares=tuple(shares), plan=engines)
+        engines = None if problem.servers else engines_plan(problem, best.generation.engines)
+        who = "servers" if engines is None else None
+        generation = rl_plan.GenerationPlan(with_=who, shares=tuple(shares), plan=engines)
     reward = None
     if best.reward is not None and problem.reward_model is not None:
         reward = rl_plan.RolePlan(plan=reward_plan(problem, problem.reward_model, best.reward))

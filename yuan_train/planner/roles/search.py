@@ -89,15 +89,16 @@ class RolesSearch:
         self.refusal = ""
         """Why the policy did not fit the last cards that it was tried on."""
 
-    # --- splits ------------------------------------------------------------------------------------------
-
     def splits(self, *, shared: bool = False) -> Iterator[Split]:
         """Every split of cards over roles; `shared`: all but a reward model's train and generate in turns."""
         scores = self.problem.reward_model is not None
-        shared |= bool(self.problem.servers)
         for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
             policy, generation, reward = (sum(part) for part in zip(*counts, strict=True))
-            if policy and bool(generation) != shared and bool(reward) == scores:
+            if (
+                policy
+                and bool(generation) != (shared or bool(self.problem.servers))
+                and bool(reward) == scores
+            ):
                 yield counts
 
     def _shares(self, count: int) -> list[tuple[int, int, int]]:
@@ -120,16 +121,13 @@ class RolesSearch:
         return found
 
     def generations(self, split: Split) -> list[Generation]:
-        """The ways in which the cards of generation can be engines, or the servers; empty if the model does
-        not fit them."""
+        """The ways in which the cards of generation can be engines, or the servers; empty if none fits."""
         if self.problem.servers:
             return [Generation((), self.ways.rates, served=self.problem.servers)]
         key = tuple(counts[0] for counts in split) + tuple(counts[1] for counts in split)
         if key not in self._generations:
             self._generations[key] = self.ways.list_generations(self.cards_of(split, 1))
         return self._generations[key]
-
-    # --- the policy --------------------------------------------------------------------------------------
 
     def policies(self, split: Split, *, thorough: bool = True) -> list[placing.PolicyWork]:
         """Plans of the policy on its cards, the fastest first; empty if none fits."""
@@ -200,8 +198,6 @@ class RolesSearch:
         if problem.policy.critic:
             bound += lower_bound(critic_of(costs), cards, options).seconds
         return bound
-
-    # --- placements --------------------------------------------------------------------------------------
 
     def reward(self, split: Split) -> placing.RewardWork | None:
         """The reward model on its cards, as narrow as it fits; None if there is none, or none fits."""

@@ -67,8 +67,7 @@ def _with_pace(problem: PlanProblem, pace: Pace) -> tuple[PlanProblem, dict[str,
                 factors[name] = kind, factor
         if tuple(names) != group.types:
             changed[node] = tuple(names)
-    groups = problem.cluster.groups
-    nodes = {node: groups[node].with_cards(own, name=node) for node, own in changed.items()}
+    nodes = {node: problem.cluster.groups[node].with_cards(own, name=node) for node, own in changed.items()}
     cluster = with_nodes(problem.cluster, nodes)
     slow = {name: _slowed(problem.cluster, kind, factor) for name, (kind, factor) in factors.items()}
     cluster = replace(cluster, device_types={**cluster.device_types, **slow})
@@ -83,14 +82,13 @@ def _slowed(cluster: Cluster, kind: str, factor: float) -> DeviceType:
     return replace(device, **{name: rate / factor for name, rate in known.items()})
 
 
-Named = TypeVar("Named", profiles.ProfileEntry, profiles.HostProfile, profiles.GenerationProfile)
 Timed = TypeVar("Timed", profiles.UnitProfile, profiles.StageStart)
 
 
 def _slowed_profile(profile: profiles.Profile, factors: Mapping[str, tuple[str, float]]) -> profiles.Profile:
     """The profile, with what it has of a type also for the types that are slower."""
 
-    def copies(own: tuple[Named, ...]) -> tuple[Named, ...]:
+    def copies(own: tuple[profiles.Named, ...]) -> tuple[profiles.Named, ...]:
         return tuple(
             replace(entry, device_type=name)
             for name, (kind, _) in factors.items()
