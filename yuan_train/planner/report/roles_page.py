@@ -105,9 +105,8 @@ def _timeline_svg(placement: Placement) -> str:
 
 
 def _engines_html(placement: Placement, plan: RlPlan) -> str:
-    generation = placement.generation
-    words, rates = roles_text.engines_words(generation), generation.samples_per_second
-    own = zip(words, rates, generation.shares, strict=True)
+    made = placement.generation
+    own = zip(roles_text.engines_words(made), made.samples_per_second, made.shares, strict=True)
     rows = [(str(e), said, f"{rate:.3g}", f"{share:.1%}") for e, (said, rate, share) in enumerate(own)]
     return bullets(roles_text.role_lines(placement, plan)) + table(
         ("engine", "cards", "samples/s", "prompts"), rows

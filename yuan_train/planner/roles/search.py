@@ -91,14 +91,10 @@ class RolesSearch:
 
     def splits(self, *, shared: bool = False) -> Iterator[Split]:
         """Every split of cards over roles; `shared`: all but a reward model's train and generate in turns."""
-        scores = self.problem.reward_model is not None
+        scores, apart = self.problem.reward_model is not None, not (shared or self.problem.servers)
         for counts in itertools.product(*(self._shares(len(cards)) for cards in self.groups)):
             policy, generation, reward = (sum(part) for part in zip(*counts, strict=True))
-            if (
-                policy
-                and bool(generation) != (shared or bool(self.problem.servers))
-                and bool(reward) == scores
-            ):
+            if policy and bool(generation) == apart and bool(reward) == scores:
                 yield counts
 
     def _shares(self, count: int) -> list[tuple[int, int, int]]:
