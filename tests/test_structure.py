@@ -70,7 +70,7 @@ ROOMS = {
     "models": (27, 3649),
     "objectives": (3, 306),
     "parallel": (27, 8081),  # who was away is named; paces of simulated cards, by kind of work
-    "planner": (60, 11999),  # servers that draw the answers, by their tokens/s
+    "planner": (60, 12000),  # servers that draw the answers, by their tokens/s
     "profile": (5, 1433),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7205),  # environments of what servers draw: a request a turn

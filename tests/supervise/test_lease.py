@@ -53,6 +53,25 @@ def test_ranks_that_are_cut_off_save_or_are_killed(
     assert ranks.fault("b") == f"cut off from the meeting point, or stopped, for {seconds:.0f} s (on b)"
 
 
+@pytest.mark.parametrize("seconds", [0.0, CUT_SECONDS + 0.1])
+def test_ranks_that_end_as_they_are_asked_to_are_no_fault(tmp_path: Path, seconds: float) -> None:
+    """Those of a node that is cut off end for that, whatever their launcher says."""
+
+    class Saying(FakeNursery):
+        def fork(self, words: Sequence[str], environment: Mapping[str, str], stderr: int) -> Any:
+            said = "echo error: rank 0 was killed by SIGTERM >&2"
+            line = f"trap '{said}; exit 1' TERM; while :; do sleep 0.1; done"
+            return subprocess.Popen(["sh", "-c", line], stderr=stderr)
+
+    ranks, end = ranks_of(Saying(is_deaf=False), tmp_path, seconds), time.monotonic() + 60
+    time.sleep(0.5)
+    ranks.ask_to_end()
+    while ranks.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    cut = f"cut off from the meeting point, or stopped, for {seconds:.0f} s (on b)"
+    assert ranks.fault("b") == (cut if seconds else "")
+
+
 @pytest.mark.parametrize(("seconds", "is_deaf"), [(CUT_SECONDS - 0.1, False), (CUT_SECONDS + 0.1, True)])
 def test_others_are_left_alone(tmp_path: Path, seconds: float, is_deaf: bool) -> None:
     """An answer that is late for a moment is none that does not come; nor is who saves killed at once."""

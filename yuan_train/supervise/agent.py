@@ -192,7 +192,7 @@ class Ranks:
         ended = _BY_SIGNAL.fullmatch(first) if self._asked and not causes else None
         is_late = time.monotonic() > self._deadline
         if ended is not None and (is_late or (ended[1] or ended[2]) in ("SIGTERM", "15")):
-            return ""
+            return f"{cut} (on {node})" if self.cut else ""
         return first if causes else f"{first} (on {node})"
 
     def _read(self, stderr: int) -> None:

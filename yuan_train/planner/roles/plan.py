@@ -187,11 +187,12 @@ def placement_of(problem: placing.RolesProblem, plan: rl_plan.RlPlan) -> placing
     generation = plan.roles.generation
     source = own if generation.plan is None else generation.plan
     engines: list[EnginePlan] = []
-    if generation.with_ == "servers" and not problem.servers:
+    served = problem.servers if generation.with_ == "servers" else ()
+    if generation.with_ == "servers" and not served:
         raise PlanError(
             "roles.generation: servers draw; give roles.generation.tokens_per_second in the run, as measured"
         )
-    for pipeline in source.pipelines if generation.with_ != "servers" else ():
+    for pipeline in source.pipelines if not served else ():
         stages = tuple(DecodeStage.of(stage, cards_of(costs, source, stage)[0]) for stage in pipeline.stages)
         groups = pipeline.num_micro_batches
         slots = pipeline.micro_batch_size
@@ -220,7 +221,7 @@ def placement_of(problem: placing.RolesProblem, plan: rl_plan.RlPlan) -> placing
         mode=plan.mode,
         split=tuple((counts[0], counts[1], counts[2]) for counts in split.values()),
         policy=work,
-        generation=Generation(tuple(engines), rates, plan.engine_shares, served=problem.servers),
+        generation=Generation(tuple(engines), rates, plan.engine_shares, served=served),
         reward=reward,
         shared=generation.is_shared,
     )
