@@ -168,8 +168,10 @@ def test_the_same_fault_again_and_again_ends_the_run(project: Path, tmp_path: Pa
     with supervised(project, tmp_path, *more) as process:
         assert process.wait(timeout=SECONDS) == 1
     events = [entry.event for entry in entries(tmp_path)]
-    # On a busy machine a node may come after the first start, which moves the second one.
-    assert len([one for one in events if one in ("started", "moved")]) == 2 and events[-1] == "gave_up"
+    # On a busy machine a node may come late, or be silent for so long that it counts as gone: such a start
+    # counts for nothing.
+    assert (events.count("fault"), events[-1]) == (1, "gave_up"), entries(tmp_path)
+    assert len([one for one in events if one in ("started", "moved")]) >= 2
     assert "the same fault 2 times without a step in between" in entries(tmp_path)[-1].reason
 
 

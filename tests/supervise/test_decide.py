@@ -44,6 +44,7 @@ def test_a_fault_repeats_whatever_its_numbers_are() -> None:
     assert repeats(starts, 3)
     assert not repeats(starts, 4)
     assert repeats([Start(starts[0].fault, 9), *starts[1:]], 3)
+    assert repeats([Start("a loss of nan (on a)", 7), Start("a loss of nan (on b)", 7)], 2)
     assert not repeats([*starts, Start("rank 1: no space left", 7)], 3)
     assert not repeats([starts[0], Start(starts[1].fault, 8), starts[2]], 3)
 

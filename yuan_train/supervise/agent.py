@@ -103,11 +103,14 @@ def repeats(starts: Sequence[Start], attempts: int) -> bool:
 
 
 def signature(fault: str) -> str:
-    """A fault without its numbers: ports, seconds, addresses and steps differ where the cause does not."""
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", fault)
+    """A fault without its numbers and its teller: ports, seconds, addresses and steps differ where the cause
+    does not, and of ranks that all say the same those of any node may be heard first."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", _TOLD_ON.sub("", fault))
 
 
 LINES_KEPT = 400
+_TOLD_ON = re.compile(r" \(on [^()]*\)$")
+"""The node whose ranks have told a fault, behind the fault."""
 _BY_OTHERS = re.compile(r" \(rank \d+ \(.*$")
 """How another rank has noticed a fault, behind the fault."""
 _BY_SIGNAL = re.compile(r"rank \d+ was killed by (SIGTERM|SIGKILL)|exit code -(15|9)")
