@@ -73,7 +73,7 @@ ROOMS = {
     "planner": (60, 12000),  # servers that draw the answers, by their tokens/s
     "profile": (5, 1433),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7205),  # environments of what servers draw: a request a turn
+    "rl": (21, 7203),  # environments of what servers draw: a request a turn
     "schedule": (9, 2057),
     "serve": (6, 1799),  # what is reset at document ends goes with the weights
     "supervise": (7, 2091),  # rounds without a meeting, seats, a lease of who is cut off

@@ -17,8 +17,9 @@ others waiting.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -424,30 +425,26 @@ class RemoteCollector(Collector):
     def told(self, tickets: Sequence[int]) -> Told:
         """What the engines told of a batch of these tickets; on rank 0 with seconds."""
         versions = tuple(self._told[number].message.version for number in tickets)
-        seconds, rounds = dict[int, float](), dict[int, float]()
-        scoring, tokens = dict[int, float](), dict[int, int]()
-        filled = room = 0.0
-        for told in self._told.values():
-            message = told.message
-            seconds[told.engine] = seconds.get(told.engine, 0.0) + message.seconds
-            rounds[told.engine] = rounds.get(told.engine, 0.0) + message.rounds
-            scoring[told.engine] = scoring.get(told.engine, 0.0) + message.scoring_seconds
-            tokens[told.engine] = tokens.get(told.engine, 0) + told.tokens
-            filled += message.filled
-            room += message.rounds * message.slots
+        found, messages = list(self._told.values()), [told.message for told in self._told.values()]
         self._told.clear()
+
+        def by_engine(part: Callable[[_ToldOfTicket], float]) -> list[float]:
+            sums = [0.0] * len(self._shares)
+            for told in found:
+                sums[told.engine] += part(told)
+            return sums
+
+        seconds, tokens = by_engine(lambda told: told.message.seconds), by_engine(lambda told: told.tokens)
+        room = math.fsum(message.rounds * message.slots for message in messages)
         return Told(
             versions,
-            max(seconds.values()),
-            round(max(rounds.values())),
-            filled / max(room, 1.0),
-            max(scoring.values()),
+            max(seconds),
+            round(max(by_engine(lambda told: told.message.rounds))),
+            math.fsum(message.filled for message in messages) / max(room, 1.0),
+            max(by_engine(lambda told: told.message.scoring_seconds)),
             self._sync_seconds,
             self._sync_bytes,
-            tuple(
-                tokens.get(engine, 0) / max(seconds.get(engine, 0.0), 1e-9)
-                for engine in range(len(self._shares))
-            ),
+            tuple(drawn / max(own, 1e-9) for drawn, own in zip(tokens, seconds, strict=True)),
         )
 
     def stop(self) -> None:

@@ -59,17 +59,19 @@ def http_fleet(
     """The servers of a run; `scorers` and `environments` on rank 0. Raises ConfigError, there, if a server is
     not as it was when the run began to start, or the folder cannot be written."""
     assert job.http is not None, "servers draw the answers"
-    engines = HttpEngines(job, trainer.runtime, scorers)
+    talks = None
     if environments is not None:
         requests = Requests(trainer.runtime.coord, None, 0, None)
-        engines.talks = _Talks(Conversation(job.run, job.policy.tokenizer, requests, environments))
-    return Fleet(engines, job.http.parts)
+        talks = _Talks(Conversation(job.run, job.policy.tokenizer, requests, environments))
+    return Fleet(HttpEngines(job, trainer.runtime, scorers, talks), job.http.parts)
 
 
 class HttpEngines(EngineEnds):
-    """Those of servers."""
+    """Those of servers; `talks`: with environments, if the run has one."""
 
-    def __init__(self, job: RLJob, runtime: RankRuntime, scorers: Scorers | None) -> None:
+    def __init__(
+        self, job: RLJob, runtime: RankRuntime, scorers: Scorers | None, talks: _Talks | None
+    ) -> None:
         assert job.http is not None
         super().__init__(job.policy.position.rank)
         self._job = job
@@ -81,8 +83,7 @@ class HttpEngines(EngineEnds):
         """By engine: the version of the weights that it has."""
         self._ends = False
         self._scoring: ScoringThread | None = None
-        self.talks: _Talks | None = None
-        """With environments, if the run has one."""
+        self._talks = talks
         if scorers is None:
             return
         self._scoring = ScoringThread(scorers, job.run.reward.workers)
@@ -173,10 +174,10 @@ class HttpEngines(EngineEnds):
                 except queue.Empty:
                     return
                 try:
-                    if self.talks is None:
+                    if self._talks is None:
                         done.put((ticket, server.answer(ticket, drawing)))
                     else:
-                        done.put((ticket, self.talks.answer(engine, server, ticket, drawing)))
+                        done.put((ticket, self._talks.answer(engine, server, ticket, drawing)))
                 except Exception as error:
                     done.put((ticket, error))
 
