@@ -10,6 +10,7 @@ import importlib
 import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -213,6 +214,8 @@ def _run_command(
     from yuan_train.cli.main import program
 
     torch.set_num_threads(1)
+    # Else a command ignores Ctrl-C where these tests run in the background of a shell.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     for name, value in constants.items():
@@ -222,7 +225,8 @@ def _run_command(
     if cwd is not None:
         os.chdir(cwd)
     for number, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        # Both may be one file, in which neither shall write over the other.
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND), number)
     with around():
         program(words)
 
