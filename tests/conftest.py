@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.commands import ask, refuse  # noqa: F401
+
+# An interpreter that a test starts would else compile the whole package, a second for each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Several processes on a busy machine: how long an example takes says nothing about the code.
 settings.register_profile(
