@@ -166,7 +166,7 @@ class Meeting:
                         )
                     )
                     return
-                time.sleep(POLL_SECONDS)
+                _sleep(end - 2 * ANSWER_SECONDS)
 
         thread = threading.Thread(target=join, name="greeting", daemon=True)
         thread.start()
@@ -199,7 +199,7 @@ class Meeting:
                         f"{self.holder} did not come to {self.address} within {seconds:g} s "
                         f"({error}): is its node started, and no firewall between?"
                     ) from error
-            time.sleep(POLL_SECONDS)
+            _sleep(end - seconds)
 
 
 class Board:
@@ -301,7 +301,7 @@ class Board:
                     f"{self.name(self.meeting.rank)}: {who} did not come to {self.meeting.address} "
                     f"within {seconds:g} s (train.startup_timeout); are they started?"
                 )
-            time.sleep(POLL_SECONDS)
+            _sleep(end - seconds)
         self._raise_fault()
 
     def _count_come(self) -> int:
@@ -557,7 +557,7 @@ class Board:
         end = time.monotonic() + seconds
         with suppress(RuntimeError):
             while time.monotonic() < end and not self._is_gone() and self._own.add(key, 0) < count:
-                time.sleep(POLL_SECONDS)
+                _sleep(end - seconds)
 
     def _is_gone(self) -> bool:
         """Whether the store's holder has ended. Asked first: torch prints a stack dump for what is gone."""
@@ -585,6 +585,11 @@ def _is_closed(line: socket.socket) -> bool:
     except OSError as error:
         # Else the network has failed, which may pass: training goes on as long as its own links do.
         return error.errno in (errno.ECONNRESET, errno.EPIPE)
+
+
+def _sleep(since: float) -> None:
+    """Wait before one looks again: briefly at first, for most of what is waited for comes soon."""
+    time.sleep(min(POLL_SECONDS, 0.01 + (time.monotonic() - since) / 4))
 
 
 def _joined(names: Sequence[str]) -> str:
