@@ -27,7 +27,7 @@ from yuan_train.train.run import train
 OVERRIDES = (
     *("train.steps=3", "train.precision=bf16", "data.sequence_length=48", "data.reset_attention=true"),
     *("validation.every=2", "checkpoint.every=2", "checkpoint.asynchronous=true"),
-    "optimizer.bucket_size=2000",
+    *("optimizer.bucket_size=2000", "train.global_batch_size=4"),
 )
 
 
@@ -99,7 +99,7 @@ def test_copies_beside_the_compute_change_no_bit(
     torch.set_num_threads(1)
     tier = TIERS[name]
     more = (*tier.more, f"memory.disk_directory={tmp_path / 'disk'}")
-    plan = parse_plan(run_config(run_file, *OVERRIDES, *more), "1x8: 6@0", **tier.keys)
+    plan = parse_plan(run_config(run_file, *OVERRIDES, *more), "1x4: 6@0", **tier.keys)
     card = FakeCard(bytes_per_second=1e5)
     run_on(None, run_file, tmp_path / "cpu", plan, Position(), *more)
     run_on(card, run_file, tmp_path / "card", plan, Position(), *more)
@@ -131,7 +131,7 @@ def test_a_card_that_is_too_small_says_so_and_a_tier_makes_room(run_file: Path, 
     keys = ("train.precision=fp32", "train.steps=1", "validation.every=0", "checkpoint.every=0")
 
     def run(name: str, **tiers: Any) -> FakeCard:
-        plan = parse_plan(run_config(run_file, *OVERRIDES, *keys), "1x8: 6@0", **tiers)
+        plan = parse_plan(run_config(run_file, *OVERRIDES, *keys), "1x4: 6@0", **tiers)
         card = FakeCard(memory=3 << 20, outside=1 << 20)
         with card.counting():
             run_on(card, run_file, tmp_path / name, plan, Position(), *keys)
@@ -148,7 +148,7 @@ def test_a_card_that_is_too_small_says_so_and_a_tier_makes_room(run_file: Path, 
 
 # --- messages and sums between cards ------------------------------------------------------------------------
 
-SHAPE = "1x4: 6@0 / 1x4: 3@1 | 3@2"
+SHAPE = "1x2: 6@0 / 1x2: 3@1 | 3@2"
 
 
 class WithoutWaits(FakeNcclTransport):
