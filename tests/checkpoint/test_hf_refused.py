@@ -180,7 +180,7 @@ def test_fuzzed_files(tmp_path: Path, data: st.DataObject, pickled: bool) -> Non
 VALUES = st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.text(max_size=5)
 
 
-@settings(derandomize=True, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     changes=st.dictionaries(
         st.sampled_from(

@@ -90,15 +90,16 @@ def test_fp16_under_several_plans(untied: Path, tmp_path: Path) -> None:
 
 
 def test_fp16_follows_fp32(run_file: Path, tmp_path: Path) -> None:
-    half = run_alone(Case(run_file, tmp_path / "half", None, overrides("fp16")))
+    few = "train.steps=3"
+    half = run_alone(Case(run_file, tmp_path / "half", None, overrides("fp16", few)))
     assert half[-1]["skipped_steps"] == 0 and half[-1]["loss_scale"] == 65536
-    full = run_alone(Case(run_file, tmp_path / "full", None, overrides("fp32")))
+    full = run_alone(Case(run_file, tmp_path / "full", None, overrides("fp32", few)))
     assert "loss_scale" not in full[0]
     assert 1e-6 < difference(half, full) < 5e-3
     assert difference(half, full, "grad_norm") < 2e-2
     # Micro-batches of another size, and a tied embedding on two cards.
     plan = parse_plan(run_config(run_file, *overrides("fp16")), "1x4: 4@0 | 2@1 / 2x2: 6@2")
-    cut = Case(run_file, tmp_path / "cut", plan, overrides("fp16"))
+    cut = Case(run_file, tmp_path / "cut", plan, overrides("fp16", few))
     run_cases([cut])
     assert difference(read_metrics(cut.folder), half) < 2e-3
 
@@ -113,7 +114,7 @@ def test_a_scale_changes_no_bit(run_file: Path, tmp_path: Path) -> None:
 
     def case(kind: str, name: str) -> Case:
         folder = tmp_path / kind
-        given = overrides("fp64", "train.steps=3", *kinds[kind], folder=folder / f"{name} ck")
+        given = overrides("fp64", "train.steps=2", *kinds[kind], folder=folder / f"{name} ck")
         return Case(run_file, folder / name, plans[name], given)
 
     for kind in kinds:
@@ -121,7 +122,7 @@ def test_a_scale_changes_no_bit(run_file: Path, tmp_path: Path) -> None:
     run_cases([case(kind, name) for name, plan in plans.items() if plan for kind in kinds])
     for name in plans:
         without, with_scale = (read_metrics(folder / name) for folder in folders)
-        assert column(with_scale, "loss_scale") == [1024, 2048, 4096]
+        assert column(with_scale, "loss_scale") == [1024, 2048]
         for key in ("loss", "grad_norm"):
             assert column(with_scale, key) == column(without, key), (name, key)
         assert same_saved(*(folder / f"{name} ck" for folder in folders)), name
@@ -164,19 +165,20 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(run_file: Path, tmp_path:
     falling = "train.loss_scale={initial: 4194304, growth_interval: 5}"
     plan = parse_plan(run_config(run_file, *overrides("fp16", falling)), **PLANS["mixed pipelines"])
 
-    def case(name: str, steps: int, *more: str) -> Case:
-        given = overrides("fp16", falling, *more, f"train.steps={steps}", folder=tmp_path / f"{name} ck")
+    checkpoint = tmp_path / "uninterrupted ck" / step_name(4)
+
+    def case(name: str, *more: str) -> Case:
+        given = overrides("fp16", falling, *more, folder=tmp_path / f"{name} ck")
         return Case(run_file, tmp_path / name, plan, given)
 
-    first = case("resumed", 4)
-    run_cases([case("uninterrupted", STEPS), first, case("resumed", STEPS)])
+    resume = f"checkpoint.resume={checkpoint}"
+    run_cases([case("uninterrupted", "checkpoint.every=4"), case("resumed", resume)])
     uninterrupted, resumed = (read_metrics(tmp_path / name) for name in ("uninterrupted", "resumed"))
     assert 0 < uninterrupted[3]["skipped_steps"] < 4
     for key in ("loss", "grad_norm", "loss_scale", "skipped_steps"):
-        assert column(resumed, key) == column(uninterrupted, key), key
+        assert column(resumed, key) == column(uninterrupted, key)[4:], key
     assert same_saved(tmp_path / "resumed ck", tmp_path / "uninterrupted ck")
 
-    checkpoint = tmp_path / "resumed ck" / step_name(4)
     state = json.loads((checkpoint / STATE).read_text())
     assert state["scaler"]["scale"] < 4194304
     state["scaler"] = None
@@ -184,7 +186,7 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(run_file: Path, tmp_path:
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     manifest["files"][STATE] = (checkpoint / STATE).stat().st_size
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
-    without_scaler = case("without scaler", STEPS, f"checkpoint.resume={checkpoint}")
+    without_scaler = case("without scaler", resume)
     run_cases([without_scaler])
     assert (
         column(read_metrics(without_scaler.folder), "loss_scale") != column(uninterrupted, "loss_scale")[4:]
