@@ -61,7 +61,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (10, 3026),
     "cli": (32, 6527),  # a terminal view of a run, and its cluster; an agent in two halves
-    "config": (17, 6460),  # signals, of seven commands; durations in words and the rent of nodes
+    "config": (17, 6462),  # signals, of seven commands; durations in words, rent; names of cards, cut once
     "data": (11, 3096),
     "estimate": (5, 1054),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
@@ -69,7 +69,7 @@ ROOMS = {
     "megatron": (4, 1125),
     "models": (27, 3649),
     "objectives": (3, 306),
-    "parallel": (27, 8081),  # who was away is named; paces of simulated cards, by kind of work
+    "parallel": (27, 8086),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (60, 12000),  # servers that draw the answers, by their tokens/s
     "profile": (5, 1433),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow

@@ -30,6 +30,9 @@ PLANS: dict[str, dict] = {
     "a pipeline beside a single card": {"text": "1x4: 4@0 | 2@1 / 2x2: 6@2"},
     "pipelines of different widths": {"text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5"},
     "empty first and last stages": {"text": "1x8: 0@0 | 6@1,2 | 0@3"},
+    "an empty stage between": {"text": "1x8: 3@0 | 0@1 | 3@2"},
+    "four pipelines of a card": {"text": "1x2: 6@0 / 1x2: 6@1 / 1x2: 6@2 / 1x2: 6@3"},
+    "fewer micro-batches than stages": {"text": "4x2: 1@0 | 2@1 | 2@2 | 1@3"},
     "gpipe": {"text": "2x4: 2@0,1 | 4@2", "schedule": "gpipe"},
     "interleaved": {"text": "1x8: 1@0 | 1@1 | 2@0 | 2@1", "schedule": "interleaved_1f1b"},
     "interleaved, uneven": {"text": "1x8: 1@0 | 2@1 | 1@2 | 1@0 | 1@1 | 0@2", "schedule": "interleaved_1f1b"},
@@ -120,19 +123,20 @@ FP32_TOO = (
     "sharded state of different widths",
     "tokens divided",
 )
-STEPS = 2
-"""The second one has the loss after an update; what it leaves is compared too."""
+STEPS = {"fp64": 1}
+"""Two where nothing is said: the second has the loss after an update, and begins with what the first has left
+behind. After one, validation has the loss of updated weights, which are compared too."""
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
 
-def overrides(precision: str, folder: Path | None = None) -> tuple[str, ...]:
+def overrides(precision: str, folder: Path | None = None, *, steps: int = 2) -> tuple[str, ...]:
     saves = (f"checkpoint.directory={folder}",) if folder else ()
     # One bucket a layer: many reductions inside each last backward.
     buckets = "optimizer.bucket_size=1"
     return (
         f"train.precision={precision}",
-        f"train.steps={STEPS}",
-        f"validation.every={STEPS}",
+        f"train.steps={steps}",
+        f"validation.every={steps}",
         buckets,
         *saves,
     )
@@ -144,7 +148,8 @@ def reference(
 ) -> tuple[str, list[dict], dict[str, torch.Tensor]]:
     """Precision, metrics and weights of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    case = Case(run_file, folder, None, overrides(request.param, folder / "ck"))
+    steps = STEPS.get(request.param, 2)
+    case = Case(run_file, folder, None, overrides(request.param, folder / "ck", steps=steps))
     return request.param, run_alone(case), saved_tensors(folder / "ck")
 
 
@@ -152,14 +157,16 @@ def test_every_plan_computes_what_one_process_computes(
     run_file: Path, tmp_path: Path, reference: tuple[str, list[dict], dict[str, torch.Tensor]]
 ) -> None:
     precision, curve, weights = reference
-    run = run_config(run_file, *overrides(precision))
+    run, steps = run_config(run_file, *overrides(precision)), len(curve)
     # fp64 shows that the computation is the same; fp32 that it also is in the precision used in practice.
     names = PLANS if precision == "fp64" else FP32_TOO
     plans = {name: parse_plan(run, **PLANS[name]) for name in names}
     for name, plan in plans.items():
         assert not list(validate_plan(plan)), name
     cases = {
-        name: Case(run_file, tmp_path / name, plan, overrides(precision, tmp_path / f"{name} ck"))
+        name: Case(
+            run_file, tmp_path / name, plan, overrides(precision, tmp_path / f"{name} ck", steps=steps)
+        )
         for name, plan in plans.items()
     }
     run_cases(list(cases.values()))
@@ -185,6 +192,8 @@ CONTROLS = {
     "half layers beside whole ones": "sharded_grad_reduce",
     "narrow to wide": "tensor_broadcast",
     "one, then two replicas": "grad_all_reduce",
+    # The embedding and the head, which are one matrix.
+    "empty first and last stages": "grad_all_reduce",
     "pipelines of different widths": "grad_all_reduce",
     "recompute of all kinds, zero bubble": "recompute",
     "sharded state of different widths": "sharded_grad_reduce",
@@ -213,29 +222,18 @@ def test_without_a_synchronisation_the_result_differs(run_file: Path, tmp_path: 
 def test_norms_that_meet_a_part_of_the_tokens_need_the_others_gradients(
     run_file: Path, tmp_path: Path
 ) -> None:
-    """Their weights show it: of the loss and the norm of all gradients they are too small a part."""
+    """Their weights show it, as those of all plans are compared: of the loss and the norm of all gradients
+    they are too small a part."""
     run = run_config(run_file, *overrides("fp64"))
-    name, folders = "tokens divided, zero bubble", {"": tmp_path / "on", "head_norm_reduce": tmp_path / "off"}
-    alone = Case(run_file, tmp_path / "alone", None, overrides("fp64", tmp_path / "alone ck"))
-    run_alone(alone)
-    run_cases(
-        [
-            Case(
-                run_file,
-                folder,
-                parse_plan(run, **PLANS[name]),
-                overrides("fp64", folder / "ck"),
-                without=key,
-            )
-            for key, folder in folders.items()
-        ]
-    )
-    wanted, both = saved_tensors(tmp_path / "alone ck"), [saved_tensors(f / "ck") for f in folders.values()]
+    alone, without = (tmp_path / name for name in ("alone", "without"))
+    run_alone(Case(run_file, alone, None, overrides("fp64", alone / "ck")))
+    plan, keys = parse_plan(run, **PLANS["tokens divided, zero bubble"]), overrides("fp64", without / "ck")
+    run_cases([Case(run_file, without, plan, keys, without="head_norm_reduce")])
+    wanted, found = saved_tensors(alone / "ck"), saved_tensors(without / "ck")
     norms = [key for key in wanted if key.startswith("weights.layers.") and key.endswith("norm.weight")]
     assert len(norms) == 18
     for key in [*norms, "weights.layers.0.filter.conv2.bias"]:
-        whole, half = (float((found[key] - wanted[key]).abs().max()) for found in both)
-        assert whole < 1e-9 and half > 1e-5, key
+        assert float((found[key] - wanted[key]).abs().max()) > 1e-5, key
 
 
 OVERLAPPED = (
@@ -402,11 +400,11 @@ def valid_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
 
 
 def test_random_valid_plans(run_file: Path, tmp_path: Path) -> None:
-    settings_ = overrides("fp64")
+    settings_ = (*overrides("fp64"), "validation.every=0")
     run = run_config(run_file, *settings_)
     found: list[dict] = []
 
-    @settings(derandomize=True, deadline=None, max_examples=12)
+    @settings(derandomize=True, deadline=None, max_examples=8)
     @given(valid_plans(run))
     def collect(plan: dict) -> None:
         found.append(plan)

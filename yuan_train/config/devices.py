@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
@@ -215,6 +216,7 @@ class _Words:
     """Whether it says `SXM4` or `HBM3`: the form without a word in the catalogue's names."""
 
 
+@cache
 def _take_apart(name: str) -> _Words:
     """Split a name at spaces, dashes and between words that people write together: `RTX4090`, `3080Ti`."""
     text = name.lower().replace("mi250x/mi250", "mi250x")
