@@ -23,7 +23,7 @@ from yuan_train.config.plan_constraints import save_plan
 from yuan_train.train import saver as saver_module
 from yuan_train.train.saver import Saver, Snapshots
 
-FIRST_SAVE, LAST = 2, 4
+FIRST_SAVE, LAST = 1, 2
 """Step of the first save; last step, which is saved too."""
 
 

@@ -33,7 +33,7 @@ from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.train import run, saver
 
-STEPS, CUT_OFF = 8, 5
+STEPS, CUT_OFF = 6, 5
 SECONDS = 120
 
 
