@@ -119,7 +119,7 @@ def test_no_matrix_is_made_for_the_rows() -> None:
     weight.main_gradient = torch.zeros(50_000, 64)  # pyright: ignore[reportAttributeAccessIssue]
     part = Transformer(tiny_model("yuan"), layers=(0, 0), head=False)
     add_embedding_rows(part)
-    hidden = part.embedding.lookup(torch.arange(40)[None], weight)
+    hidden = part.embedding.op(torch.arange(40)[None], weight)
     with torch.profiler.profile(profile_memory=True) as profile:
         hidden.backward(torch.ones_like(hidden))
     allocated = sum(max(e.self_cpu_memory_usage, 0) for e in profile.events() or ())

@@ -51,9 +51,9 @@ class Router(nn.Module):
     """Chooses the experts of each token, and weighs them. All of it in fp32 (fp64 for fp64).
 
     `weight` is [3N, H], the queries of all experts, then their keys, then their values; for `softmax` [N, H].
-    Every rank of a tensor-parallel group has all of it: with equal inputs they decide alike. `wide_linear` is
-    the op of its products; a split backward, which defers weight gradients, replaces it. With balance `bias`
-    there is a buffer `bias` [N], which training moves; it changes the choice, and no weight.
+    Every rank of a tensor-parallel group has all of it: with equal inputs they decide alike. Training
+    replaces `op`, to add the weight's gradient to its own buffer. With balance `bias` there is a buffer
+    `bias` [N], which training moves; it changes the choice, and no weight.
     """
 
     bias: Tensor | None
@@ -71,7 +71,7 @@ class Router(nn.Module):
         self.sums_to_one = config.norm_topk_prob
         shape = (sizes.router_rows(config), config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.wide_linear = ops.wide_linear
+        self.op = ops.wide_linear
         self._load = [0] * config.num_experts
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         biased = config.balance == "bias"
@@ -83,7 +83,7 @@ class Router(nn.Module):
         self, u_TH: Tensor, policy: RecomputePolicy = SAVE_ALL, *, num_sequences: int = 1
     ) -> tuple[Choice, Tensor]:
         """Return the choice, and the weights [T, K] of the chosen experts; T are all of `num_sequences`."""
-        products = self.wide_linear(u_TH, self.weight)
+        products = self.op(u_TH, self.weight)
         choice = policy.decide(lambda: self._choose(products.detach()))
         rate = self._loss_rate * self.loss_scale
         if rate and torch.is_grad_enabled():
@@ -158,17 +158,18 @@ class _SequenceBalance(torch.autograd.Function):
 
 
 class ExpertLinear(nn.Module):
-    """One matrix [out, in] for each expert; `weight` is [experts, out, in]."""
+    """One matrix [out, in] for each expert; `weight` is [experts, out, in]. Training replaces `op`."""
 
     def __init__(
         self, experts: int, in_size: int, out_size: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_size, in_size, device=device, dtype=dtype))
+        self.op = ops.grouped_linear
 
     def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
         """Return [R, out] of x [R, in], whose rows are grouped by expert."""
-        return ops.grouped_linear(x, self.weight, counts)
+        return self.op(x, self.weight, counts=counts)
 
 
 class Experts(nn.Module):

@@ -60,19 +60,19 @@ class Score(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding: the rows of weight [V, H]. `lookup` is the op, which training replaces to add the
-    gradient's rows to its own buffer."""
+    """Token embedding: the rows of weight [V, H]. Training replaces `op`, to add the rows of its gradient to its
+    own buffer."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
-        self.lookup = F.embedding
+        self.op = F.embedding
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return [B, S, H] of int64 tokens [B, S]."""
-        return self.lookup(tokens_BS, self.weight)
+        return self.op(tokens_BS, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -122,8 +122,7 @@ class LocalizedFilter(nn.Module):
 
     `convolve` and `convolve_step` contain all that depends on the H/2 channels. Tensor parallelism shards the
     channels and replaces `convolve` by a function that reduces the partial results; residual and norm stay
-    as they are. `convolution` is the op itself; a split backward, which defers weight gradients,
-    replaces it.
+    as they are. Training replaces `op` alone, to add the weights' gradients to its own buffers.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -132,7 +131,7 @@ class LocalizedFilter(nn.Module):
         self.conv1 = TwoTapConvolution(hidden, channels, device=device, dtype=dtype)
         self.conv2 = TwoTapConvolution(channels, hidden, device=device, dtype=dtype)
         self.norm = RMSNorm(hidden, config.norm_epsilon, device=device, dtype=dtype)
-        self.convolution = ops.localized_filter
+        self.op = ops.localized_filter
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -161,7 +160,7 @@ class LocalizedFilter(nn.Module):
 
     def convolve(self, u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
         """Return both convolutions of u [B, S, H], lying as the residual that they are added to."""
-        return self.convolution(u_BSH, *self.weights, document_start=document_start)
+        return self.op(u_BSH, *self.weights, document_start=document_start)
 
     def convolve_step(
         self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None

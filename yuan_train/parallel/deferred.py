@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,21 +80,19 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
     """Make the modules that multiply matrices add their weight gradients to the buckets themselves.
 
     In split backwards they defer that. They call a weight's `on_main_gradient` when its gradient is there.
-    The linears are the modules whose style in `sharding` is column or row, the experts those of style expert;
-    routers and filters are known by their ops. Returns the names of these parameters.
+    The linears are the modules whose style in `sharding` is column or row; experts, routers and filters are
+    known by their `op`. Returns the names of these parameters.
     """
     added: set[str] = set()
     for path, module in model.named_modules():
         style = sharding_style(path, sharding)
         if style in ("column", "row"):
             module.forward = _linear(module, deferred, is_column=style == "column")
-        elif style == "expert":
-            module.forward = _experts(module, deferred)
-        if hasattr(module, "convolution"):
-            module.convolution = _filter(deferred)
-        if hasattr(module, "wide_linear"):
-            module.wide_linear = lambda x, weight: _WideLinear.apply(x, weight, deferred)
+        op = getattr(module, "op", None)
+        if op is ops.wide_linear:
             added.add(f"{path}.weight")
+        if op in _FORMS:
+            module.op = _Adding(*_FORMS[op], deferred)
     styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
     return added | {
         name
@@ -112,247 +111,176 @@ def _is_added_outside(name: str, style: str, deferred: DeferredWeightGrads) -> b
 def add_embedding_rows(model: Any) -> None:
     """Make the lookup of tokens add the rows of its gradient to the bucket itself, never later."""
     if model.has_embedding:
-        model.embedding.lookup = _lookup
-
-
-def _lookup(tokens_BS: Tensor, weight: Tensor) -> Tensor:
-    if not weight.requires_grad or not torch.is_grad_enabled():
-        return F.embedding(tokens_BS, weight)
-    return _Lookup.apply(tokens_BS, weight)  # pyright: ignore[reportReturnType]
+        model.embedding.op = _Adding(F.embedding, _lookup_gradients, None)
 
 
 def _linear(module: Any, deferred: DeferredWeightGrads, *, is_column: bool) -> Callable[[Tensor], Tensor]:
     # A look into the module's own table: its attributes take longer than a small product.
     table = module._parameters
-
-    def product(x: Tensor, weight: Tensor) -> Any:
-        if module.lora_a is None and not torch.is_grad_enabled():
-            return ops.linear(x, weight)
-        if weight.requires_grad:
-            return _Linear.apply(x, weight, deferred, is_column)
-        if module.lora_a is None:
-            return _FrozenLinear.apply(x, weight)
-        adapters = module.lora_a, module.lora_b, module.lora_scale
-        return _AdaptedLinear.apply(x, weight, *adapters, deferred, is_column)
+    linear = _Adding(ops.linear, _product_gradients, deferred, may_queue=is_column)
+    adapted = _Adding(_multiply_adapted, _adapted_gradients, deferred, may_queue=is_column)
 
     def forward(x: Tensor) -> Tensor:
-        y: Tensor = product(x, table["weight"])
+        weight = table["weight"]
+        if module.lora_a is None or weight.requires_grad:
+            y = linear(x, weight) if torch.is_grad_enabled() else ops.linear(x, weight)
+        else:
+            y = adapted(x, weight, module.lora_a, module.lora_b, scale=module.lora_scale)
         return y if module.bias is None else y + module.bias
 
     return forward
 
 
-def _experts(module: Any, deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
-    def forward(x: Tensor, counts: Sequence[int]) -> Tensor:
-        return _Experts.apply(x, module.weight, counts, deferred)  # pyright: ignore[reportReturnType]
+@dataclass(frozen=True)
+class _Adding:
+    """An op on x and weights, some of which may be None; the gradients of those that are trained are added to
+    their buckets: in its backward, or later."""
 
-    return forward
+    forward: Callable[..., Tensor | tuple[Tensor, ...]]
+    """Of x, the weights and options: the result; or a tuple of it and what is kept for the weights' gradients
+    besides the weights, else x."""
+    gradients: Callable[..., tuple[Tensor | None, WeightGrad]]
+    """Of the result's gradient, the weights, what is kept and options: the gradient of x, None if it is not
+    wanted (`dx`), and what adds those of the weights."""
+    deferred: DeferredWeightGrads | None
+    """None: they are added at once, and nobody is told."""
+    may_queue: bool = False
+    """Whether it may wait for the next all-reduce of an input's gradient."""
+
+    def __call__(self, x: Tensor, *weights: Tensor | None, **options: Any) -> Tensor:
+        return _AddingOp.apply(x, self, options, *weights)  # pyright: ignore[reportReturnType]
+
+    def add(self, weights: Sequence[Any], add: WeightGrad, *, dx: Tensor | None) -> None:
+        """Add the gradients of `weights` and say that they are there; or keep that for later."""
+
+        def add_now() -> None:
+            add()
+            for weight in weights:
+                weight.on_main_gradient()
+
+        if self.deferred is None:
+            add()
+        elif not (
+            self.deferred.defer(add_now)
+            or (self.may_queue and dx is not None and self.deferred.queue(add_now))
+        ):
+            add_now()
 
 
-def _filter(deferred: DeferredWeightGrads) -> Callable[..., Tensor]:
-    def convolution(u_BSH: Tensor, *weights: Tensor | None, document_start: Tensor | None = None) -> Tensor:
-        return _Filter.apply(u_BSH, *weights, document_start, deferred)  # pyright: ignore[reportReturnType]
-
-    return convolution
-
-
-def _add_or_defer(
-    deferred: DeferredWeightGrads, weights: Sequence[Any], add: WeightGrad, *, may_queue: bool = False
-) -> None:
-    """Add the gradients of `weights` and say that they are there; or keep that for `flush`, or if it
-    `may_queue` for the next all-reduce of an input's gradient."""
-
-    def add_now() -> None:
-        add()
-        for weight in weights:
-            weight.on_main_gradient()
-
-    if not (deferred.defer(add_now) or (may_queue and deferred.queue(add_now))):
-        add_now()
-
-
-class _Lookup(torch.autograd.Function):
+class _AddingOp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens_BS: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens_BS)
-        ctx.weight = weight
-        return F.embedding(tokens_BS, weight)
+    def forward(
+        ctx: Any, x: Tensor, op: _Adding, options: Mapping[str, Any], *weights: Tensor | None
+    ) -> Tensor:
+        found = op.forward(x, *weights, **options)
+        y, *kept = found if isinstance(found, tuple) else (found, x)
+        ctx.trained = [weight for weight in weights if weight is not None and weight.requires_grad]
+        # For the gradient of x, frozen weights are enough.
+        ctx.save_for_backward(*(kept if ctx.trained else [None] * len(kept)))
+        # Not saved tensors: under recompute those come back as copies, without the bucket's view.
+        ctx.op, ctx.options, ctx.weights = op, options, weights
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        (tokens_BS,), total_VH = ctx.saved_tensors, ctx.weight.main_gradient
-        tokens_T, rows_TH = tokens_BS.flatten(), gradients[0].flatten(0, -2).to(total_VH.dtype)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        op, weights, wanted = ctx.op, ctx.weights, ctx.needs_input_grad[0]
+        dx, add = op.gradients(gradients[0], weights, *ctx.saved_tensors, dx=wanted, **ctx.options)
+        if ctx.trained:
+            op.add(ctx.trained, add, dx=dx)
+        return dx, None, None, *[None for _ in weights]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A view [T, K] of x [..., K], to multiply or to add to in place."""
+    return x.view(-1, x.shape[-1])
+
+
+def _product_gradients(dy: Tensor, weights: Any, x: Tensor, *, dx: bool) -> tuple[Tensor | None, WeightGrad]:
+    (weight,) = weights
+
+    def add() -> None:
+        ops.add_product_(weight.main_gradient, dy.flatten(0, -2).T, x.flatten(0, -2).to(dy.dtype))
+
+    return ops.linear(dy, weight.T.to(dy.dtype)).to(weight.dtype) if dx else None, add
+
+
+def _multiply_adapted(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> tuple[Tensor, ...]:
+    """x W^T + scale (x A^T) B^T with a frozen W: keeps x, and the product [..., rank] between A and B.
+
+    The products of the adapters are added to those of W in place: what they cost are passes over memory.
+    """
+    inner = scale * ops.linear(x, a)
+    y = ops.linear(x, weight)
+    ops.add_product_(_rows(y), inner.flatten(0, -2), b.T)
+    return y, x, inner
+
+
+def _adapted_gradients(
+    dy: Tensor, weights: Any, x: Tensor, inner: Tensor, *, dx: bool, scale: float
+) -> tuple[Tensor | None, WeightGrad]:
+    weight, a, b = weights
+    dinner = scale * ops.linear(dy, b.T)
+
+    def add() -> None:
+        ops.add_product_(b.main_gradient, dy.flatten(0, -2).T, inner.flatten(0, -2))
+        ops.add_product_(a.main_gradient, dinner.flatten(0, -2).T, x.flatten(0, -2))
+
+    if not dx:
+        return None, add
+    found = ops.linear(dy, weight.T)
+    ops.add_product_(_rows(found), dinner.flatten(0, -2), a)
+    return found, add
+
+
+def _lookup_gradients(dy: Tensor, weights: Any, tokens_BS: Tensor, *, dx: bool) -> tuple[None, WeightGrad]:
+    total_VH = weights[0].main_gradient
+
+    def add() -> None:
+        tokens_T, rows_TH = tokens_BS.flatten(), dy.flatten(0, -2).to(total_VH.dtype)
         # Each has one order of additions on its device: the other adds by atomics on a card, or in threads.
         if total_VH.is_cuda:
             total_VH.index_put_((tokens_T,), rows_TH, accumulate=True)
         else:
             total_VH.index_add_(0, tokens_T, rows_TH)
-        return None, None
+
+    return None, add
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads, is_column: bool
-    ) -> Tensor:
-        # Not a saved tensor: under recompute that comes back as a copy, without the bucket's view.
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.deferred, ctx.is_column = weight, deferred, is_column
-        return ops.linear(x, weight)
+def _grouped_gradients(
+    dy: Tensor, weights: Any, x: Tensor, *, dx: bool, counts: Sequence[int]
+) -> tuple[Tensor | None, WeightGrad]:
+    (weight,) = weights
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        dy = gradients[0]
+    def add() -> None:
+        ops.add_grouped_products_(weight.main_gradient, dy, x, counts)
 
-        def add() -> None:
-            ops.add_product_(weight.main_gradient, dy.flatten(0, -2).T, x.flatten(0, -2))
-
-        dx = ops.linear(dy, weight.T) if ctx.needs_input_grad[0] else None
-        _add_or_defer(ctx.deferred, [weight], add, may_queue=ctx.is_column and dx is not None)
-        return dx, None, None, None
+    return ops.grouped_linear(dy, weight.transpose(1, 2), counts) if dx else None, add
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """Of a weight that is not trained: nothing is kept for the backward but the weight itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return ops.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ops.linear(gradients[0], ctx.weight.T), None
+def _filter(u: Tensor, *weights: Tensor | None, document_start: Tensor | None) -> tuple[Tensor, ...]:
+    y, taps = ops.localized_filter_forward(u, *weights, document_start=document_start)
+    return y, u, taps
 
 
-class _AdaptedLinear(torch.autograd.Function):
-    """x W^T + scale (x A^T) B^T with a frozen W: keeps x, and the product [..., rank] between A and B.
+def _filter_gradients(
+    dy: Tensor, weights: Any, u: Tensor, taps: Tensor, *, dx: bool, document_start: Tensor | None
+) -> tuple[Tensor | None, WeightGrad]:
+    dy = dy.contiguous()
+    du, dz, _ = ops.localized_filter_data_gradient(dy, weights[0], weights[2], document_start=document_start)
 
-    The products of the adapters are added to those of W in place: what they cost are passes over memory.
-    """
+    def add() -> None:
+        dtype = weights[0].main_gradient.dtype
+        found = ops.localized_filter_weight_gradient(u, taps, dz, dy, dtype=dtype)
+        for weight, gradient in zip(weights, found, strict=True):
+            if weight is not None:
+                weight.main_gradient += gradient
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        a: Tensor,
-        b: Tensor,
-        scale: float,
-        deferred: DeferredWeightGrads,
-        is_column: bool,
-    ) -> Tensor:
-        inner = scale * ops.linear(x, a)
-        y = ops.linear(x, weight)
-        ops.add_product_(_rows(y), inner.flatten(0, -2), b.T)
-        ctx.save_for_backward(x, inner)
-        ctx.weights, ctx.scale = (weight, a, b), scale
-        ctx.deferred, ctx.is_column = deferred, is_column
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x, inner), (weight, a, b) = ctx.saved_tensors, ctx.weights
-        dy = gradients[0]
-        dinner = ctx.scale * ops.linear(dy, b.T)
-
-        def add() -> None:
-            ops.add_product_(b.main_gradient, dy.flatten(0, -2).T, inner.flatten(0, -2))
-            ops.add_product_(a.main_gradient, dinner.flatten(0, -2).T, x.flatten(0, -2))
-
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = ops.linear(dy, weight.T)
-            ops.add_product_(_rows(dx), dinner.flatten(0, -2), a)
-        _add_or_defer(ctx.deferred, [a, b], add, may_queue=ctx.is_column and dx is not None)
-        return dx, None, None, None, None, None, None
+    return du, add
 
 
-def _rows(x: Tensor) -> Tensor:
-    """A view [T, K] of x [..., K], to add to in place."""
-    return x.view(-1, x.shape[-1])
-
-
-class _Experts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: Sequence[int], deferred: DeferredWeightGrads
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.counts, ctx.deferred = weight, counts, deferred
-        return ops.grouped_linear(x, weight, counts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight, counts = ctx.saved_tensors, ctx.weight, ctx.counts
-        dy = gradients[0]
-
-        def add() -> None:
-            ops.add_grouped_products_(weight.main_gradient, dy, x, counts)
-
-        dx = ops.grouped_linear(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-        _add_or_defer(ctx.deferred, [weight], add)
-        return dx, None, None, None
-
-
-class _WideLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferred: DeferredWeightGrads) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.deferred = weight, deferred
-        return ops.wide_linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        dy = gradients[0]
-
-        def add() -> None:
-            ops.add_product_(weight.main_gradient, dy.T, x.to(dy.dtype))
-
-        dx = ops.linear(dy, weight.T.to(dy.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        _add_or_defer(ctx.deferred, [weight], add)
-        return dx, None, None
-
-
-class _Filter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        u: Tensor,
-        conv1_weight: Tensor,
-        conv1_bias: Tensor,
-        conv2_weight: Tensor,
-        conv2_bias: Tensor | None,
-        document_start: Tensor | None,
-        deferred: DeferredWeightGrads,
-    ) -> Tensor:
-        y, taps = ops.localized_filter_forward(
-            u, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start
-        )
-        # Of frozen weights there is no gradient that would need its input.
-        kept = (u, taps) if conv1_weight.requires_grad else (None, None)
-        ctx.save_for_backward(*kept, document_start)
-        ctx.weights, ctx.deferred = (conv1_weight, conv1_bias, conv2_weight, conv2_bias), deferred
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        u, taps, document_start = ctx.saved_tensors
-        weights = ctx.weights
-        dy = gradients[0].contiguous()
-        dx, dz, _ = ops.localized_filter_data_gradient(
-            dy, weights[0], weights[2], document_start=document_start
-        )
-
-        def add() -> None:
-            dtype = weights[0].main_gradient.dtype
-            found = ops.localized_filter_weight_gradient(u, taps, dz, dy, dtype=dtype)
-            for weight, gradient in zip(weights, found, strict=True):
-                if weight is not None:
-                    weight.main_gradient += gradient
-
-        if weights[0].requires_grad:
-            _add_or_defer(ctx.deferred, [weight for weight in weights if weight is not None], add)
-        return dx, None, None, None, None, None, None
+_FORMS = {
+    ops.grouped_linear: (ops.grouped_linear, _grouped_gradients),
+    ops.wide_linear: (ops.wide_linear, _product_gradients),
+    ops.localized_filter: (_filter, _filter_gradients),
+}
+"""By the op of a module."""

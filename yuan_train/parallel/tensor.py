@@ -299,7 +299,7 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def _parallel_filter(module: Any, layout: _GroupLayout) -> Callable[..., Tensor]:
     def convolve(u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
         *weights, bias = module.weights
-        part_BSH = module.convolution(u_BSH, *weights, None, document_start=document_start)
+        part_BSH = module.op(u_BSH, *weights, None, document_start=document_start)
         return layout.reduce(part_BSH, residual) + bias
 
     return convolve
@@ -331,7 +331,7 @@ def _parallel_lookup(module: Any, spec: ShardSpec, group: dist.ProcessGroup) -> 
         rows = module.weight.shape[0]
         is_local_BS = tokens_BS // rows == spec.index
         # The rows of others' tokens are spread too: in the backward zeros are added to them.
-        embedded_BSH = module.lookup(tokens_BS % rows, module.weight)
+        embedded_BSH = module.op(tokens_BS % rows, module.weight)
         return reduce_from_tp(embedded_BSH * is_local_BS.unsqueeze(-1), group)
 
     return forward
