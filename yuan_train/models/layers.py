@@ -60,8 +60,8 @@ class Score(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding: the rows of weight [V, H]. Training replaces `op`, to add the rows of its gradient to its
-    own buffer."""
+    """Token embedding: the rows of weight [V, H]. Training replaces `op`, to add the rows of the gradient to
+    its own buffer."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype

@@ -168,6 +168,7 @@ class Transformer(nn.Module):
         dropout_seed: DropoutSeed | None = None,
         parts: Parts | None = None,
         first: int = 0,
+        last: int | None = None,
     ) -> Tensor:
         """Return the hidden state [B, S, H] after this part; after the final norm if it has the head.
 
@@ -181,13 +182,15 @@ class Transformer(nn.Module):
             parts: is told of the parts of the forward, and keeps what the layers save for the backward; not
                 with compiled layers, nor with recompute `full`.
             first: if not 0, begin with layer number `first` of this part, on the hidden state before it.
+            last: if given, end before layer number `last` of this part; all is kept for the backward.
         """
         x_BSH = self.embedding(x) if self.has_embedding and not first else x
         rotary, hidden = self._rotary(x_BSH, positions), self.layout.split(x_BSH)
         if parts is not None:
             parts.share(x, positions, document_start, rotary.cos, rotary.sin)
-        for i, (layer, block) in list(enumerate(self.blocks.items()))[first:]:
-            drop, recompute = self._dropout(dropout_seed, layer), self.recompute_of(i)
+        for i, (layer, block) in list(enumerate(self.blocks.items()))[first:last]:
+            drop = self._dropout(dropout_seed, layer)
+            recompute = self.recompute_of(i) if last is None else "none"
             inputs = (rotary, document_start, document_ranges)
             if parts is None:
                 hidden = _run(block, recompute, hidden, *inputs, drop)
@@ -197,25 +200,7 @@ class Transformer(nn.Module):
             with policy.saving():
                 hidden = block(hidden, *inputs, policy, drop)
         x_BSH = self.layout.join(hidden, x_BSH.shape)
-        return self.final_norm(x_BSH) if self.has_head else x_BSH
-
-    def forward_layer(
-        self,
-        index: int,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        document_start: Tensor | None = None,
-        document_ranges: DocumentRanges | None = None,
-        dropout_seed: DropoutSeed | None = None,
-    ) -> Tensor:
-        """Return the hidden state [B, S, H] after layer number `index` of this part, of the one before it; of
-        what `forward` takes if it is the first. All is kept for the backward."""
-        layer, block = list(self.blocks.items())[index]
-        x_BSH = self.embedding(x) if self.has_embedding and index == 0 else x
-        rotary = self._rotary(x_BSH, positions)
-        drop = self._dropout(dropout_seed, layer)
-        return block(x_BSH, rotary, document_start, document_ranges, drop=drop)
+        return self.final_norm(x_BSH) if self.has_head and last is None else x_BSH
 
     def recompute_of(self, index: int) -> str:
         """How layer number `index` of this part is recomputed."""

@@ -15,7 +15,6 @@ from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.parameters import ParameterPages, StagePages
-from yuan_train.schedule.pages import PagedGroup
 from yuan_train.schedule.step import PAGING, Kind, Step
 from yuan_train.train.feed import Source
 from yuan_train.train.objective import Objective, Targets, TokenLoss
@@ -138,7 +137,6 @@ class StageRunner:
 
         `hidden_BSH` is the output of the stage before; None on the first stage. `load` must have been called.
         """
-        first = self._first_sample + micro_batch * self._micro_batch_size
         batch, self._loaded = self._loaded, Loaded()
         given_BSH = hidden_BSH
         if hidden_BSH is None:
@@ -150,23 +148,27 @@ class StageRunner:
         if training and self._tiers is not None:
             following = self._tiers.forward(self._stage, micro_batch)
         with following as parts, self._choosing(batch.experts_BSLK):
-            output = self._model(
-                hidden_BSH,
-                dropout_seed=DropoutSeed(self._seed, first) if training else None,
-                parts=parts,
-                **batch.resets,
-            )
-            if self._model.has_head:
-                assert batch.targets is not None
-                output = self._mean_loss(output, batch.targets)
-        self.finite &= torch.isfinite(output.detach()).all()
-        if training and not output.requires_grad:
-            # Nothing before it is trained, in a run of adapters: the backward ends here.
-            output.requires_grad_()
-        result = output * self._scale if self._model.has_head else output
+            arguments = self._arguments(micro_batch, batch, training=training)
+            result = self._result(self._model(hidden_BSH, parts=parts, **arguments), batch)
         if training and self.repeat is not None and self.repeat.micro_batch == micro_batch:
             self.repeat.keep(batch, given_BSH, result)
         return result
+
+    def _arguments(self, micro_batch: int, batch: Loaded, *, training: bool) -> dict[str, Any]:
+        """Those of the model, besides the hidden state."""
+        sample = self._first_sample + micro_batch * self._micro_batch_size
+        return {"dropout_seed": DropoutSeed(self._seed, sample) if training else None, **batch.resets}
+
+    def _result(self, output: torch.Tensor, batch: Loaded) -> torch.Tensor:
+        """What `forward` returns, of the model's output."""
+        if self._model.has_head:
+            assert batch.targets is not None
+            output = self._mean_loss(output, batch.targets)
+        self.finite &= torch.isfinite(output.detach()).all()
+        if torch.is_grad_enabled() and not output.requires_grad:
+            # Nothing before it is trained, in a run of adapters: the backward ends here.
+            output.requires_grad_()
+        return output * self._scale if self._model.has_head else output
 
     def compute_again(self, first: Repeat) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Forward and backward of a micro-batch once more: its output, and the gradient of its input (None on
@@ -250,10 +252,8 @@ class PagedRunner(StageRunner):
         """By micro-batch, what its next part takes: a hidden state, or tokens."""
         self._gradients: dict[int, torch.Tensor | None] = {}
         """By micro-batch, what the next part of its backward takes."""
-        self._inputs: dict[tuple[int, int], torch.Tensor] = {}
-        """By micro-batch and page."""
-        self._rest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By micro-batch, input and output of what follows the pages."""
+        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """By micro-batch and part, its input and, of the rest of the stage, its output."""
 
     def load(self, micro_batch: int) -> None:
         """As elsewhere; what is read stays until the backward, or the forward of an evaluation."""
@@ -282,71 +282,50 @@ class PagedRunner(StageRunner):
         for step in group.steps:
             if step.kind in PAGING:
                 self._pages.take(step)
-            elif step.part < self._steps.paging.num_pages:
-                if step.micro_batch == group.micro_batches[0]:
-                    self._pages.need(step)
-                self._run_page(step, training=training)
-            elif kind == "forward":
-                self._forward_rest(step.micro_batch, training=training)
+                continue
+            if step.part < self._steps.paging.num_pages and step.micro_batch == group.micro_batches[0]:
+                self._pages.need(step)
+            if kind == "forward":
+                self._forward_part(step, training=training)
             else:
-                self._backward_rest(step.micro_batch)
+                self._backward_part(step)
         if group is list(groups.values())[-1]:
             self._pages.finish()
-        return self._results(kind, group, training=training)
+        if kind == "backward" or not training:
+            for m in group.micro_batches:
+                del self._batches[m]
+        results = self._hidden if kind == "forward" else self._gradients
+        return {m: results.pop(m) for m in group.micro_batches}
 
     def _groups(self, training: bool) -> Any:
         return self._steps.training if training else self._steps.evaluation
 
-    def _results(self, kind: Kind, group: PagedGroup, *, training: bool) -> dict[int, torch.Tensor | None]:
-        if kind == "backward":
-            for m in group.micro_batches:
-                del self._batches[m]
-            return {m: self._gradients.pop(m) for m in group.micro_batches}
-        if not training:
-            for m in group.micro_batches:
-                del self._batches[m]
-        return {m: self._hidden.pop(m) for m in group.micro_batches}
+    def _forward_part(self, step: Step, *, training: bool) -> None:
+        m, stays = step.micro_batch, step.part == self._steps.paging.num_pages
+        given, output = self._run(step, self._hidden[m], training=training, keeps=training and stays)
+        if training:
+            self._kept[m, step.part] = given, output if stays else None
+        self._hidden[m] = output.detach()
 
-    def _arguments(self, micro_batch: int, *, training: bool) -> dict[str, Any]:
-        sample = self._first_sample + micro_batch * self._micro_batch_size
-        seed = DropoutSeed(self._seed, sample) if training else None
-        return {"dropout_seed": seed, **self._batches[micro_batch].resets}
-
-    def _run_page(self, step: Step, *, training: bool) -> None:
-        m, page = step.micro_batch, step.part
-        arguments = self._arguments(m, training=training)
-        if step.kind == "forward":
-            hidden = self._hidden[m]
-            with torch.no_grad():
-                self._hidden[m] = self._model.forward_layer(page, hidden, **arguments)
-            if training:
-                self._inputs[m, page] = hidden
-            return
-        given = self._inputs.pop((m, page)).detach()
-        if given.is_floating_point():
-            given.requires_grad_()
-        with torch.enable_grad():
-            output = self._model.forward_layer(page, given, **arguments)
+    def _backward_part(self, step: Step) -> None:
+        m = step.micro_batch
+        given, output = self._kept.pop((m, step.part))
+        if output is None:
+            given, output = self._run(step, given, training=True, keeps=True)
         torch.autograd.backward(output, self._gradients[m])
         self._gradients[m] = given.grad
 
-    def _forward_rest(self, micro_batch: int, *, training: bool) -> None:
-        given = self._hidden[micro_batch].detach()
-        batch, arguments = self._batches[micro_batch], self._arguments(micro_batch, training=training)
-        with torch.set_grad_enabled(training):
-            if training:
-                given.requires_grad_()
-            output = self._model(given, first=self._steps.paging.num_pages, **arguments)
-            if self._model.has_head:
-                assert batch.targets is not None
-                output = self._mean_loss(output, batch.targets)
-            self.finite &= torch.isfinite(output.detach()).all()
-            output = output * self._scale if self._model.has_head else output
-        if training:
-            self._rest[micro_batch] = given, output
-        self._hidden[micro_batch] = output.detach()
-
-    def _backward_rest(self, micro_batch: int) -> None:
-        given, output = self._rest.pop(micro_batch)
-        torch.autograd.backward(output, self._gradients[micro_batch])
-        self._gradients[micro_batch] = given.grad
+    def _run(
+        self, step: Step, given: torch.Tensor, *, training: bool, keeps: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input and output of a part, which `keeps` what its backward needs or nothing."""
+        m, part = step.micro_batch, step.part
+        given = given.detach()
+        if keeps and given.is_floating_point():
+            given.requires_grad_()
+        batch = self._batches[m]
+        arguments = self._arguments(m, batch, training=training)
+        with torch.set_grad_enabled(keeps):
+            if part < self._steps.paging.num_pages:
+                return given, self._model(given, first=part, last=part + 1, **arguments)
+            return given, self._result(self._model(given, first=part, **arguments), batch)
