@@ -148,10 +148,10 @@ def test_a_checkpoint_holds_every_element_once(
     written: dict[str, torch.Tensor] = {}
     held: dict[str, torch.Tensor] = {}
     for runtime in runtimes_of(plan):
-        for state, (counts, boxes_of) in itertools.product(
-            runtime.states, ((written, OwnedState.written_boxes), (held, OwnedState.held_boxes))
+        for state, (counts, is_written) in itertools.product(
+            runtime.states, ((written, True), (held, False))
         ):
-            for name, box in boxes_of(state, "exp_avg"):
+            for name, box in state.boxes("exp_avg", written=is_written):
                 count = counts.setdefault(name, torch.zeros(runtime.shards[name].shape))
                 assert tuple(box.tensor.shape) == box.sizes
                 index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
@@ -165,7 +165,7 @@ def test_a_checkpoint_holds_every_element_once(
 def test_owners_share_the_writing(run: RunConfig, sharded: bool) -> None:
     plan = parse_plan(run, "1x2: 6@0 / 1x2: 6@1 / 1x2: 6@2 / 1x2: 6@3", optimizer_sharding=sharded)
     sizes = [
-        sum(box.tensor.nbytes for state in runtime.states for _, box in state.written_boxes("master"))
+        sum(box.tensor.nbytes for state in runtime.states for _, box in state.boxes("master", written=True))
         for runtime in runtimes_of(plan)
     ]
     assert max(sizes) <= 1.1 * min(sizes)

@@ -40,7 +40,7 @@ from yuan_train.parallel.tensor import (
 )
 from yuan_train.parallel.tiers.parameters import StagePages, page_slab, stage_pages
 from yuan_train.parallel.tiers.slab import HostSlab
-from yuan_train.parallel.zero import EngineOptions, FrozenState, OwnedState, make_states
+from yuan_train.parallel.zero import EngineOptions, OwnedState, make_states
 from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
@@ -91,7 +91,7 @@ class RankRuntime:
     states: tuple[OwnedState, ...]
     buckets: tuple[FlatBucket, ...]
     """Of what is trained."""
-    frozen: tuple[FrozenState, ...]
+    frozen: tuple[FlatBucket, ...]
     """Weights that are not: all but the adapters of a model that has some."""
     reducer: GradReducer
     """Starts the gradient reductions of `states` inside the program."""
@@ -113,7 +113,7 @@ def take_apart(runtime: RankRuntime, keeping: Iterable[Tensor]) -> None:
     runtime.reducer.close()
     runtime.groups.close()
     kept = {tensor.untyped_storage().data_ptr() for tensor in keeping}
-    buckets = (*runtime.buckets, *(state.bucket for state in runtime.frozen))
+    buckets = (*runtime.buckets, *runtime.frozen)
     shards = (shard for state in runtime.states for shard in state.shards)
     buffers = [buffer for bucket in buckets for buffer in (bucket.weights, bucket.gradient)]
     buffers += [b for s in shards for b in (s.master, s.gradient, s.exp_avg, s.exp_avg_sq)]
@@ -166,7 +166,7 @@ def parallelize(
         shards=shards,
         states=states,
         buckets=tuple(buckets),
-        frozen=tuple(map(FrozenState, frozen)),
+        frozen=tuple(frozen),
         reducer=reducer,
         groups=groups,
         bridge=bridge,

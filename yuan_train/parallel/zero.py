@@ -316,113 +316,73 @@ class OwnedState:
 
     # --- checkpoints -------------------------------------------------------------------------------------
 
-    def held_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
-        """All that this rank holds of a state: names, and boxes of the global tensors, as views."""
-        for pieces, held in zip(self._layouts(), self._held, strict=True):
-            for shard in held:
-                yield from _boxes(getattr(shard, state), shard.start, pieces, shard.start, shard.end)
+    def boxes(self, state: State, *, written: bool) -> Iterator[tuple[str, TensorBox]]:
+        """What this rank holds of a state, or if `written` what it writes of that into a checkpoint: names,
+        and boxes of the global tensors, as views.
 
-    def written_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
-        """What this rank writes into a checkpoint: over all owners, each element of the model once.
-
-        Sharded, its own ranges. Else the owners, whose states are equal, share the writing equally; owners of
-        different widths hold overlapping parts, of which the first one writes all.
+        Over all owners each element of the model is written once. Sharded, a rank writes its own ranges. Else
+        the owners, whose states are equal, share the writing equally; owners of different widths hold
+        overlapping parts, of which the first one writes all.
         """
-        for number, (pieces, held) in enumerate(zip(self._layouts(), self._held, strict=True)):
-            start, end = self._written_range(number)
-            written = [located for located in pieces if self._counts(located)]
+        for number, held in enumerate(self._held):
+            layout = _whole_layout(self._bucket) if self._ranges is None else self._slice_layout(number)
             for shard in held:
-                first, last = max(start, shard.start), min(end, shard.end)
-                yield from _boxes(getattr(shard, state), shard.start, written, first, last)
+                yield from layout.boxes(getattr(shard, state), shard.start, written=written)
 
-    def _layouts(self) -> list[list[_Located]]:
-        """The parameters in each of `_held`'s flat layouts, and which part of the global tensor each is."""
-        bucket = self._bucket
-        if self._ranges is None:
-            return [_whole_layout(bucket)]
-        return [
-            [_Located(piece, part.index, bucket.num_slices) for piece in part.pieces]
-            for part in bucket.slices
-        ]
+    def _slice_layout(self, number: int) -> _Layout:
+        part = self._bucket.slices[number]
+        place = part.index, self._bucket.num_slices
+        return _Layout(part.pieces, place, self._own[number], writes_replicated=part.index == 0)
 
-    def _written_range(self, number: int) -> tuple[int, int]:
-        return _share_of_whole(self._bucket) if self._ranges is None else self._own[number]
 
-    def _counts(self, located: _Located) -> bool:
-        """Whether this slice's owners write a parameter; those of slice 0 write replicated vectors."""
-        if located.piece.shard.dim is not None:
-            return True
-        return located.index == 0 if self._ranges is not None else self._bucket.slices[0].index == 0
+def weight_boxes(bucket: FlatBucket, *, written: bool) -> Iterator[tuple[str, TensorBox]]:
+    """As `OwnedState.boxes`, of the weights of a bucket that is not trained, which are all its state."""
+    return _whole_layout(bucket).boxes(bucket.weights, 0, written=written)
 
 
 @dataclass(frozen=True)
-class FrozenState:
-    """The weights of a bucket that is not trained: checkpoints hold them as the model has them."""
+class _Layout:
+    """Parameters in a flat layout: all that a rank holds of a bucket, or of a slice of it."""
 
-    bucket: FlatBucket
+    pieces: tuple[Piece, ...]
+    place: tuple[int, int] | tuple[None, None]
+    """(index, count) of the part that is held of each global tensor; None: the shard's own."""
+    written: tuple[int, int]
+    """The elements that this rank writes."""
+    writes_replicated: bool
+    """Whether these owners write what is whole in every slice."""
 
-    def held_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
-        """As `OwnedState.held_boxes`; there is neither moment of them."""
-        if state == "master":
-            weights = self.bucket.weights
-            yield from _boxes(weights, 0, _whole_layout(self.bucket), 0, weights.numel())
-
-    def written_boxes(self, state: State) -> Iterator[tuple[str, TensorBox]]:
-        """As `OwnedState.written_boxes`."""
-        if state == "master":
-            yield from _written_weights(self.bucket)
-
-
-@dataclass(frozen=True)
-class _Located:
-    """A parameter in a flat layout: part `index` of `count` of its global tensor."""
-
-    piece: Piece
-    index: int
-    count: int
-
-
-def _whole_layout(bucket: FlatBucket) -> list[_Located]:
-    """The parameters in a bucket's own layout."""
-    return [_Located(piece, piece.shard.index, piece.shard.count) for piece in bucket.pieces]
+    def boxes(self, flat: torch.Tensor, begin: int, *, written: bool) -> Iterator[tuple[str, TensorBox]]:
+        """The boxes of a buffer that holds the elements from `begin` on, or of what is `written` of it."""
+        start, end = begin, begin + flat.numel()
+        if written:
+            start, end = max(start, self.written[0]), min(end, self.written[1])
+        for piece in self.pieces:
+            first, last = max(start, piece.start), min(end, piece.start + piece.length)
+            skipped = written and piece.shard.dim is None and not self.writes_replicated
+            if first >= last or skipped:
+                continue
+            index, count = self.place
+            own = flat[first - begin : last - begin]
+            for box in box_views(piece.shard, own, first - piece.start, index=index, count=count):
+                yield piece.name, box
 
 
-def _share_of_whole(bucket: FlatBucket) -> tuple[int, int]:
-    """What this rank writes of a bucket, of which every owner has all."""
-    total = bucket.weights.numel()
-    if not bucket.owners_are_alike:
-        return (0, total) if bucket.is_first_owner else (0, 0)
-    group = bucket.slices[0].group
-    place = group.index(bucket.rank)
-    return total * place // len(group), total * (place + 1) // len(group)
-
-
-def _written_weights(bucket: FlatBucket) -> Iterator[tuple[str, TensorBox]]:
-    """The weights of a bucket as this rank writes them: over all owners, each once."""
-    written = [
-        located
-        for located in _whole_layout(bucket)
-        if located.piece.shard.dim is not None or bucket.slices[0].index == 0
-    ]
-    yield from _boxes(bucket.weights, 0, written, *_share_of_whole(bucket))
+def _whole_layout(bucket: FlatBucket) -> _Layout:
+    """A bucket's own layout."""
+    start, end = 0, bucket.weights.numel()
+    if bucket.owners_are_alike:
+        group = bucket.slices[0].group
+        place = group.index(bucket.rank)
+        start, end = end * place // len(group), end * (place + 1) // len(group)
+    elif not bucket.is_first_owner:
+        end = 0
+    is_first = bucket.slices[0].index == 0
+    return _Layout(bucket.pieces, (None, None), (start, end), writes_replicated=is_first)
 
 
 GRAD_REDUCE = "the gradient reduction over owners"
 WEIGHT_SYNC = "the sending of stepped weights to all owners"
-
-
-def _boxes(
-    flat: torch.Tensor, begin: int, layout: Sequence[_Located], start: int, end: int
-) -> Iterator[tuple[str, TensorBox]]:
-    """The boxes of the elements [start, end) of a layout, as views of a buffer that holds [begin, ...)."""
-    for located in layout:
-        piece = located.piece
-        first, last = max(start, piece.start), min(end, piece.start + piece.length)
-        if first >= last:
-            continue
-        own, index, count = flat[first - begin : last - begin], located.index, located.count
-        for box in box_views(piece.shard, own, first - piece.start, index=index, count=count):
-            yield piece.name, box
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

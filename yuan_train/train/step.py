@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from yuan_train.parallel.groups import as_training_error, sum_over_world
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.disk import DiskFile
 from yuan_train.parallel.tiers.host_state import DiskChunk
-from yuan_train.parallel.zero import STATES, State
+from yuan_train.parallel.zero import STATES, State, weight_boxes
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.engine import (
     ExpertLoad,
@@ -228,10 +229,11 @@ class Trainer:
         found: dict[str, list[TensorBox]] = {}
         for kind in kinds:
             prefix = WEIGHTS if kind == "master" else kind
-            for state in (*self.runtime.states, *self.runtime.frozen):
-                boxes = state.written_boxes(kind) if which == "written" else state.held_boxes(kind)
-                for name, box in boxes:
-                    found.setdefault(f"{prefix}.{name}", []).append(box)
+            boxes = [state.boxes(kind, written=which == "written") for state in self.runtime.states]
+            if kind == "master":
+                boxes += [weight_boxes(frozen, written=which == "written") for frozen in self.runtime.frozen]
+            for name, box in itertools.chain(*boxes):
+                found.setdefault(f"{prefix}.{name}", []).append(box)
         shapes = {name: torch.Size(shard.shape) for name, shard in self.runtime.shards.items()}
         biases = self.expert_load.biases() if self.expert_load is not None else {}
         for name, bias in biases.items():
@@ -251,8 +253,7 @@ class Trainer:
         self.finish()
         runtime = self.runtime
         raise_faults(runtime.coord, self.faults)
-        frozen = [state.bucket for state in runtime.frozen]
-        check_weights(runtime.grid, runtime.coord, runtime.buckets, frozen)
+        check_weights(runtime.grid, runtime.coord, runtime.buckets, runtime.frozen)
 
 
 def train_step(trainer: Trainer, request: StepRequest) -> StepResult:
