@@ -16,10 +16,10 @@ from yuan_train.config.errors import DiskError, TrainingError
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.optimizer_shards import Away, away_bytes
-from yuan_train.parallel.tiers import host_state
+from yuan_train.parallel.tiers import optimizer as optimizer_tiers
 from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
-from yuan_train.parallel.tiers.host_state import chunk_elements, make_host_place
+from yuan_train.parallel.tiers.optimizer import Away, HostPlace, away_bytes, chunk_elements
+from yuan_train.parallel.tiers.slab import HostSlab, make_links
 from yuan_train.parallel.zero import STATES, OwnedState
 from yuan_train.train.optimizer import Optimizer
 
@@ -49,7 +49,7 @@ def state_of(
             device=CPU,
             timeout_seconds=timeout_seconds,
         )
-    host = make_host_place(needed.host, device=CPU, disk=store)
+    host = HostPlace(HostSlab(needed.host, device=CPU, what="a test"), make_links(CPU), store)
     return OwnedState(bucket, Groups({}, {}), shares, away=away, host=host)
 
 
@@ -72,7 +72,7 @@ def test_state_elsewhere_changes_no_bit_and_takes_what_it_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(disk_sizes, "DISK_CHUNK", 1024)
-    monkeypatch.setattr(host_state, "CHUNK", 1024)
+    monkeypatch.setattr(optimizer_tiers, "CHUNK", 1024)
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
 

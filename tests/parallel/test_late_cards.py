@@ -18,9 +18,8 @@ from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.parallel import transport
-from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.host_state import HostChunk
-from yuan_train.parallel.tiers.parameters import ParameterPages
+from yuan_train.parallel.tiers.optimizer import HostChunk
+from yuan_train.parallel.tiers.slab import HostLinks
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
 
@@ -77,7 +76,7 @@ TIERS = {
     ),
     "activations": Tier(
         {"activation_offload": [3], "resident_parts": [4], "fetch_ahead": [1], "schedule": "gpipe"},
-        {"a backward for activations, or an eviction for its copy": (ActivationTiers, "_wait", nothing)},
+        {"a backward for activations, or an eviction for its copy": (HostLinks, "wait", nothing)},
     ),
     "pages": Tier(
         {
@@ -87,7 +86,7 @@ TIERS = {
             "page_slots": [2],
             "page_group": 3,
         },
-        {"a layer for its page": (ParameterPages, "_wait", nothing)},
+        {"a layer for its page": (HostLinks, "wait", nothing)},
     ),
 }
 

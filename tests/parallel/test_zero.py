@@ -20,8 +20,8 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import Piece, Slice
-from yuan_train.parallel.optimizer_shards import owner_ranges
 from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.tiers.optimizer import owner_ranges
 from yuan_train.parallel.zero import EngineOptions, OwnedState
 
 

@@ -26,7 +26,7 @@ from yuan_train.parallel import apply, tensor, transport
 from yuan_train.parallel.device import CudaDevice, Device
 from yuan_train.parallel.gradients import GradReducer
 from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.host_state import HostChunk
+from yuan_train.parallel.tiers.optimizer import HostChunk
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step

@@ -20,9 +20,8 @@ from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.tiers.slab import HostSlab, make_link
+from yuan_train.parallel.tiers.slab import HostSlab, make_links
 from yuan_train.planner.evaluate.clocks import PageTimes, PartTimes
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
 from yuan_train.schedule.copies import Offload, Offloads, group_copies, with_copies
@@ -102,8 +101,8 @@ def measure(
 ) -> tuple[float, float, int]:
     """(seconds of a step, of that waits for copies, most bytes on the card) of the engine's own copies."""
     clock = SleepClock()
-    links = HostLinks(down=make_link(CPU, bytes_per_second=rate), up=make_link(CPU, bytes_per_second=rate))
-    tiers = ActivationTiers(copies, offloads, [], links, device=CPU, pause=clock.pause)
+    links = make_links(CPU, bytes_per_second=rate, pause=clock.pause)
+    tiers = ActivationTiers(copies, offloads, [], links, device=CPU)
     hidden = torch.zeros(1, requires_grad=True)
     began = clock.start()
     for step in program:
@@ -170,7 +169,7 @@ def measure_pages(
 ) -> tuple[float, float, int]:
     """(seconds of a step, of that waits for copies, most pages on the card) of the engine's own copies."""
     clock = SleepClock()
-    links = HostLinks(down=make_link(CPU, bytes_per_second=rate), up=make_link(CPU, bytes_per_second=rate))
+    links = make_links(CPU, bytes_per_second=rate, pause=clock.pause)
     slab = HostSlab(2 * PARTS * PART_BYTES, device=CPU, what="bench")
     buckets = [
         FlatBucket(
@@ -182,7 +181,7 @@ def measure_pages(
         )
         for i in range(PARTS)
     ]
-    own = ParameterPages(buckets, paging.slots, links, device=CPU, pause=clock.pause)
+    own = ParameterPages(buckets, paging.slots, links, device=CPU)
     began = clock.start()
     for group in groups.values():
         for step in group.steps:

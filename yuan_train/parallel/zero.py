@@ -6,7 +6,7 @@ from it while the next forward begins. Equal ranges take one reduce-scatter and 
 unequal ones an operation per owner, because gloo has no uneven all-gather (`transport.py`). Not sharded,
 gradients are all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to
 the host, and is stepped there, chunk by chunk: a bucket's gradients begin to go down as soon as they are
-reduced. `optimizer_shards.py` says which elements lie where.
+reduced. `tiers/optimizer.py` says which elements lie where.
 
 Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
@@ -26,21 +26,23 @@ from yuan_train.config.units import DISK_STATES
 from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.gradients import FlatBucket, Piece, squared_norm, sum_of_squares
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.optimizer_shards import (
+from yuan_train.parallel.shard import TensorBox, box_views
+from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
+from yuan_train.parallel.tiers.optimizer import (
     HERE,
     Away,
+    HostChunk,
+    HostPlace,
     OptimizerShard,
     away_bytes,
+    chunk_elements,
     make_shards,
     matrix_elements,
     own_ranges,
     owner_ranges,
     page_state_bytes,
 )
-from yuan_train.parallel.shard import TensorBox, box_views
-from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
-from yuan_train.parallel.tiers.host_state import HostChunk, HostPlace, chunk_elements, make_host_place
-from yuan_train.parallel.tiers.slab import HostSlab
+from yuan_train.parallel.tiers.slab import HostSlab, make_links
 from yuan_train.parallel.transport import Pending
 
 
@@ -83,11 +85,9 @@ def make_states(
     host: HostPlace | None = None
     if any(away.share for away in aways):
         bills = [away_bytes(bucket, shares, away) for bucket, away in zip(buckets, aways, strict=True)]
-        host = make_host_place(
-            sum(bill.host for bill in bills),
-            device=device,
-            disk=_disk(sum(bill.disk for bill in bills), buckets[0], options, device),
-        )
+        disk = _disk(sum(bill.disk for bill in bills), buckets[0], options, device)
+        memory = HostSlab(sum(bill.host for bill in bills), device=device, what="optimizer_offload")
+        host = HostPlace(memory, make_links(device), disk)
     of_pages = sum(page_state_bytes(bucket) for bucket in buckets if bucket.is_paged)
     slab = HostSlab(of_pages, device=CPU, what="parameter_offload") if of_pages else None
     return tuple(

@@ -30,9 +30,8 @@ from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.host_state import HostLinks
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.tiers.slab import make_link
+from yuan_train.parallel.tiers.slab import HostLinks, make_links
 from yuan_train.parallel.zero import STATES, EngineOptions
 from yuan_train.train.engine import ExpertLoad, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
@@ -143,19 +142,17 @@ def _runner_of(
     pages = ParameterPages(
         steps.buckets,
         steps.paging.slots,
-        _host_links(job),
+        _host_links(job, stopwatch),
         device=job.device,
-        pause=stopwatch.paused,
     )
     return partial(PagedRunner, pages=pages, steps=steps)
 
 
-def _host_links(job: Job) -> HostLinks:
+def _host_links(job: Job, stopwatch: Stopwatch) -> HostLinks:
     """Links of this rank's own; a simulated card has simulated ones."""
     card = job.plan.device_type(job.position.rank)
     rate = card.host_link if card is not None and card.slowdown is not None else None
-    down, up = (make_link(job.device, bytes_per_second=rate) for _ in range(2))
-    return HostLinks(down=down, up=up)
+    return make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
 
 
 def _tiers(job: Job, runtime: RankRuntime, stopwatch: Stopwatch) -> ActivationTiers | None:
@@ -166,9 +163,8 @@ def _tiers(job: Job, runtime: RankRuntime, stopwatch: Stopwatch) -> ActivationTi
         runtime.copies,
         runtime.offloads,
         [parameter for part in runtime.parts.values() for parameter in part.parameters()],
-        _host_links(job),
+        _host_links(job, stopwatch),
         device=job.device,
-        pause=stopwatch.paused,
     )
 
 

@@ -11,8 +11,7 @@ from torch.optim.adamw import adamw
 
 from yuan_train.config.run import OptimizerConfig
 from yuan_train.parallel.activity import Activity, during
-from yuan_train.parallel.optimizer_shards import OptimizerShard
-from yuan_train.parallel.tiers.host_state import HostChunk
+from yuan_train.parallel.tiers.optimizer import HostChunk, OptimizerShard
 from yuan_train.parallel.zero import OwnedState
 
 

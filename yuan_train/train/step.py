@@ -31,7 +31,7 @@ from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, sum_over_world
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.disk import DiskFile
-from yuan_train.parallel.tiers.host_state import DiskChunk
+from yuan_train.parallel.tiers.optimizer import DiskChunk
 from yuan_train.parallel.zero import STATES, State, weight_boxes
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.engine import (

@@ -11,17 +11,15 @@ small. A storage that several ops save leaves once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.tiers.host_state import HostLinks
-from yuan_train.parallel.tiers.slab import ALIGNMENT, HostSlab, Transfer, begin_copies
+from yuan_train.parallel.tiers.slab import ALIGNMENT, HostLinks, HostSlab, Transfer, begin_copies
 from yuan_train.schedule.copies import Key, Offloads, PartSteps, group_copies
 from yuan_train.schedule.step import Kind, RankProgram, Step
 
@@ -137,8 +135,7 @@ class _Part:
 class ActivationTiers:
     """Copies the activations of one worker's stages to the host and back, step by step of its program.
 
-    `program` is in parts, with copies; `weights` are tensors that stay; `pause` is entered while the host
-    waits for a copy, whose time is none of the compute.
+    `program` is in parts, with copies; `weights` are tensors that stay.
     """
 
     def __init__(
@@ -149,14 +146,12 @@ class ActivationTiers:
         links: HostLinks,
         *,
         device: Device,
-        pause: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._groups = group_copies(program)
         self._offloads = offloads
         self._stays = {tensor.untyped_storage().data_ptr() for tensor in weights}
         self._links = links
         self._pool = HostPool(device)
-        self._pause = pause
         self._split = any(step.kind == "backward_weight" for step in program)
         self._parts: dict[Key, _Part] = {}
         self._backward: _Walk | None = None
@@ -233,7 +228,7 @@ class ActivationTiers:
             self._offload(part)
         elif step.kind == "evict":
             assert part.going is not None
-            self._wait(step, part.going)
+            self._links.wait(step, part.going)
             part.going = None
             for kept in part.kept.values():
                 kept.flat = None
@@ -250,7 +245,7 @@ class ActivationTiers:
         """Wait until what the backward of a part needs is there."""
         kept = self._parts.get((walk.step.stage, walk.step.micro_batch, part))
         if kept is not None and kept.coming is not None:
-            self._wait(walk.step._replace(kind="fetch", part=part), kept.coming)
+            self._links.wait(walk.step._replace(kind="fetch", part=part), kept.coming)
             kept.coming = None
 
     def _end(self, walk: _Walk) -> None:
@@ -281,10 +276,6 @@ class ActivationTiers:
             kept.flat = torch.empty(kept.num_bytes, dtype=torch.uint8, device=self._pool.device.torch)
             moved.append((kept.host, kept.flat))
         part.coming = begin_copies(self._links.up, moved)
-
-    def _wait(self, step: Step, transfer: Transfer) -> None:
-        with during(Activity("wait_copy", step)), self._pause():
-            transfer.wait()
 
     def _count(self, stage: int, num_parts: int, num_bytes: int) -> None:
         self._parts_here[stage] += num_parts

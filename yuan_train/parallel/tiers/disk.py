@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import queue
 import shutil
 import threading
 from collections import deque
@@ -22,13 +21,13 @@ import torch
 from yuan_train.config.errors import DiskError, TrainingError
 from yuan_train.config.units import DISK_SLOTS, DISK_STATES, show_bytes, show_seconds
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.tiers.slab import HostSlab, InThread, Transfer
+from yuan_train.parallel.tiers.slab import HostSlab, InThread, Threads, Transfer
 
 PAGE = 4096
 """Bytes; direct requests begin and end at multiples of it."""
 AHEAD = 2
 """Chunks that are read before they are needed."""
-THREADS = 2
+NUM_THREADS = 2
 
 
 def file_bytes(num_elements: int, dtype: torch.dtype) -> int:
@@ -42,6 +41,10 @@ class FilePiece:
 
     offset: int
     tensor: torch.Tensor
+
+    def part(self, first: int, last: int) -> FilePiece:
+        """The elements [first, last) of these."""
+        return FilePiece(self.offset + first * self.tensor.itemsize, self.tensor[first:last])
 
 
 class DiskFile:
@@ -171,9 +174,7 @@ class DiskStore:
         """By chunk: its slot, and the request."""
         self._writing: deque[tuple[int, int, InThread, Transfer | None]] = deque()
         """Chunk, slot, request, and its weights' way up."""
-        self._jobs: queue.SimpleQueue[InThread] = queue.SimpleQueue()
-        for _ in range(THREADS):
-            threading.Thread(target=self._run, daemon=True, name="disk").start()
+        self._threads = Threads(NUM_THREADS, "disk")
 
     def add(self, pieces: tuple[FilePiece, ...]) -> int:
         """Add a chunk, whose states are these pieces of the file; its number."""
@@ -228,9 +229,7 @@ class DiskStore:
                 part = row[: file_bytes(piece.tensor.numel(), piece.tensor.dtype)]
                 (self.file.read if what == "read" else self.file.write)(part, piece.offset)
 
-        job = InThread(work)
-        self._jobs.put(job)
-        return job
+        return self._threads.begin(work)
 
     def _reclaim(self) -> None:
         _, slot, job, going = self._writing.popleft()
@@ -251,12 +250,6 @@ class DiskStore:
                 f"{where}: a {what} failed: {job.fault}; look at the disk, or give another "
                 "memory.disk_directory, and resume"
             ) from job.fault
-
-    def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
-            job.run()
-            job.ended.set()
 
 
 def slot_bytes(chunk: int, dtype: torch.dtype) -> int:

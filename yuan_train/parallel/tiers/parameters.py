@@ -7,19 +7,16 @@ on the card, of a slot: memory for the weights and the gradient of the largest p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.gradients import FlatBucket, master_dtype
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tiers.host_state import HostLinks
-from yuan_train.parallel.tiers.slab import HostSlab, Transfer, begin_copy, piece_bytes
+from yuan_train.parallel.tiers.slab import HostLinks, HostSlab, Transfer, begin_copy, piece_bytes
 from yuan_train.schedule.check import check_pages
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
 from yuan_train.schedule.step import RankProgram, Step
@@ -54,8 +51,7 @@ class _Page:
 class ParameterPages:
     """Copies the pages of one stage between its host and the card, step by step of its program.
 
-    `buckets` are the pages, in the order of layers; `pause` is entered while the host waits for a copy, whose
-    time is none of the compute.
+    `buckets` are the pages, in the order of layers.
     """
 
     def __init__(
@@ -65,13 +61,11 @@ class ParameterPages:
         links: HostLinks,
         *,
         device: Device,
-        pause: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._pages = [_Page(bucket) for bucket in buckets]
         largest = max(bucket.weights.numel() for bucket in buckets)
         self._free = [_Slot(largest, buckets[0], device) for _ in range(min(num_slots, len(buckets)))]
         self._links = links
-        self._pause = pause
         self.most_pages_here = 0
 
     def take(self, step: Step) -> None:
@@ -89,7 +83,10 @@ class ParameterPages:
             self._up(page, page.bucket.gradient, page.slot.gradient)
             page.is_ready = True
         elif step.kind == "gradient_down":
-            self._down(page)
+            assert page.slot is not None and page.is_ready
+            host = page.bucket.gradient
+            page.going = begin_copy(self._links.down, page.slot.gradient[: host.numel()], host)
+            page.is_summed = True
         else:
             self._page_out(step, page)
 
@@ -98,7 +95,7 @@ class ParameterPages:
         page = self._pages[step.part]
         assert page.slot is not None, "the program fetches nothing before this part"
         for transfer in page.coming:
-            self._wait(step._replace(kind="page_in"), transfer)
+            self._links.wait(step._replace(kind="page_in"), transfer)
         page.coming.clear()
         if step.kind == "backward" and not page.is_ready:
             page.slot.gradient.zero_()
@@ -110,7 +107,7 @@ class ParameterPages:
         for page in self._pages:
             assert page.slot is None, "the program leaves a page on the card"
             if page.going is not None:
-                with self._pause():
+                with self._links.pause():
                     page.going.finish()
             page.going = None
             page.is_summed = False
@@ -118,24 +115,14 @@ class ParameterPages:
     def _up(self, page: _Page, host: torch.Tensor, slot: torch.Tensor) -> None:
         page.coming.append(begin_copy(self._links.up, host, slot[: host.numel()]))
 
-    def _down(self, page: _Page) -> None:
-        assert page.slot is not None and page.is_ready
-        host = page.bucket.gradient
-        page.going = begin_copy(self._links.down, page.slot.gradient[: host.numel()], host)
-        page.is_summed = True
-
     def _page_out(self, step: Step, page: _Page) -> None:
         assert page.slot is not None and not page.coming
         if page.going is not None:
             # Whatever takes the slot, or fetches the sum again, begins after what is enqueued here.
-            self._wait(step, page.going)
+            self._links.wait(step, page.going)
         _place(page.bucket, page.bucket.weights, page.bucket.gradient)
         self._free.append(page.slot)
         page.slot = None
-
-    def _wait(self, step: Step, transfer: Transfer) -> None:
-        with during(Activity("wait_copy", step)), self._pause():
-            transfer.wait()
 
 
 def _place(bucket: FlatBucket, weights: torch.Tensor, gradient: torch.Tensor) -> None:

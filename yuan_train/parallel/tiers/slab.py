@@ -13,6 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +22,9 @@ import torch
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.config.units import show_bytes
+from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import Device, Stream
+from yuan_train.schedule.step import Step
 
 Copy = Callable[[], None]
 
@@ -61,6 +65,32 @@ def begin_copies(link: Link, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]])
     return link.begin(copy, sum(source.numel() * source.itemsize for source, _ in pairs))
 
 
+@dataclass(frozen=True)
+class HostLinks:
+    """The two directions between a card and its host."""
+
+    down: Link
+    up: Link
+    pause: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered while the host waits for a copy, whose time is none of the compute."""
+
+    def wait(self, step: Step, transfer: Transfer) -> None:
+        """Wait for a copy that is, or is needed by, a step of a rank program."""
+        with during(Activity("wait_copy", step)), self.pause():
+            transfer.wait()
+
+
+def make_links(
+    device: Device,
+    *,
+    bytes_per_second: float | None = None,
+    pause: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> HostLinks:
+    """Both directions of a device's link, as `make_link` makes one."""
+    down, up = (make_link(device, bytes_per_second=bytes_per_second) for _ in range(2))
+    return HostLinks(down, up, pause)
+
+
 def make_link(device: Device, *, bytes_per_second: float | None = None) -> Link:
     """One direction of a device's link. `bytes_per_second`: that of a simulated card; None: as it comes."""
     if device.is_card or bytes_per_second is None:
@@ -87,13 +117,14 @@ class InThread:
         self.fault: BaseException | None = None
 
     def run(self) -> None:
-        """In the thread, before it sets `ended`; what was worked on is then held no longer."""
+        """In the thread; what was worked on is then held no longer."""
         assert self._work is not None
         try:
             self._work()
         except BaseException as error:
             self.fault = error
         self._work = None
+        self.ended.set()
 
     def wait(self) -> None:
         self.ended.wait()
@@ -103,27 +134,41 @@ class InThread:
     finish = wait
 
 
+class Threads:
+    """Threads that take work in the order in which it is given."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[InThread] = queue.SimpleQueue()
+        for _ in range(number):
+            threading.Thread(target=self._run, daemon=True, name=name).start()
+
+    def begin(self, work: Copy) -> InThread:
+        """Let a thread do it; does not wait."""
+        job = InThread(work)
+        self._jobs.put(job)
+        return job
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get().run()
+
+
 class _SlowLink:
     """The link of a simulated card: a thread that copies, and takes as long as the card's link would."""
 
     def __init__(self, bytes_per_second: float) -> None:
         self._bytes_per_second = bytes_per_second
-        self._jobs: queue.SimpleQueue[tuple[InThread, int]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="link").start()
+        self._free = 0.0
+        """When it has carried what it was given."""
+        self._thread = Threads(1, "link")
 
     def begin(self, copy: Copy, num_bytes: int) -> Transfer:
-        transfer = InThread(copy)
-        self._jobs.put((transfer, num_bytes))
-        return transfer
+        def work() -> None:
+            self._free = max(self._free, time.perf_counter()) + num_bytes / self._bytes_per_second
+            copy()
+            time.sleep(max(0.0, self._free - time.perf_counter()))
 
-    def _run(self) -> None:
-        free = 0.0
-        while True:
-            transfer, num_bytes = self._jobs.get()
-            free = max(free, time.perf_counter()) + num_bytes / self._bytes_per_second
-            transfer.run()
-            time.sleep(max(0.0, free - time.perf_counter()))
-            transfer.ended.set()
+        return self._thread.begin(work)
 
 
 ALIGNMENT = 64

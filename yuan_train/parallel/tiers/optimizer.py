@@ -1,0 +1,382 @@
+"""Where the optimizer state of consecutive weights lies: on the card, in host memory, on a disk.
+
+What is not on the card is stepped by the host, in chunks: gradients come down, the host steps, weights go up,
+side by side. While the host steps one chunk, the gradients of the next ones are on their way down and the
+weights of those before on their way up. A chunk's gradient lies where its weights are rounded for the way up,
+so that the host holds four numbers by parameter and no more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from yuan_train.config import units
+from yuan_train.config.units import DISK_STATES
+from yuan_train.parallel.gradients import FlatBucket, Slice, master_dtype
+from yuan_train.parallel.tiers.disk import DiskStore, FilePiece, file_bytes
+from yuan_train.parallel.tiers.slab import HostLinks, HostSlab, Transfer, begin_copy, piece_bytes
+from yuan_train.parallel.transport import Ranges
+
+CHUNK = 1 << 22
+"""Elements of a chunk; a multiple of what any processor steps at a time, so that chunks change no bit."""
+
+
+@dataclass(frozen=True)
+class HostPlace:
+    """Where offloaded state goes: memory of the host, a disk, and the links to it."""
+
+    slab: HostSlab
+    links: HostLinks
+    disk: DiskStore | None = None
+
+
+@dataclass
+class HostChunk:
+    """Consecutive elements of an optimizer shard on the host: flat buffers [k], of matrices or of none."""
+
+    layout: int
+    """Number of the slice in its bucket, if the state is sharded; else 0."""
+    start: int
+    """Of the first element, in that layout."""
+    master: torch.Tensor
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    decays: bool
+    links: HostLinks
+    _source: torch.Tensor | None = field(default=None, repr=False)
+    """On the card, what comes down: its memory must not be used again before the copy has ended."""
+    _coming: Transfer | None = field(default=None, repr=False)
+    _going: Transfer | None = field(default=None, repr=False)
+
+    def start_gradient(self, reduced: torch.Tensor) -> None:
+        """Begin to copy the gradient down from the reduced one of the layout, [n] on the card."""
+        source = self._of(reduced)
+        # A step that was skipped has not waited.
+        self._finish_coming()
+        # Of a chunk that no forward has used since: on their way up from the buffer that is filled now.
+        self.finish_weights()
+        self._source = source
+        self._coming = begin_copy(self.links.down, source, self.gradient)
+
+    def finish_gradient(self) -> None:
+        """Block the host until the gradient is there, and the step may begin."""
+        self._finish_coming()
+        if self._going is not None:
+            # The host writes next what is on its way up; a wait of the card's stream would not hold it back.
+            self._going.finish()
+            self._going = None
+
+    def start_weights(self, weights: torch.Tensor) -> None:
+        """Begin to copy the stepped weights up to those of the layout, [n] on the card; the gradient is lost.
+
+        If the copy has begun since `finish_weights`, nothing is left to do.
+        """
+        if self._going is not None:
+            return
+        target, source = self._of(weights), self.master
+        if target.dtype != source.dtype:
+            source = self.gradient.view(target.dtype)[: target.numel()]
+            source.copy_(self.master)
+        self._going = begin_copy(self.links.up, source, target)
+
+    @property
+    def is_going(self) -> bool:
+        """Whether weights are on their way up that nothing has waited for."""
+        return self._going is not None
+
+    def finish_weights(self) -> None:
+        """Make the compute wait until the weights are there."""
+        if self._going is not None:
+            self._going.wait()
+            self._going = None
+
+    def settle(self) -> None:
+        """Wait until the buffers have what was stepped: at once, in host memory."""
+
+    def _finish_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.finish()
+            self._coming = self._source = None
+
+    def _of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.start + self.master.numel()]
+
+
+@dataclass
+class DiskChunk(HostChunk):
+    """A chunk whose buffers are those of a slot from its read to its write, and else those of the file."""
+
+    store: DiskStore = field(kw_only=True, repr=False)
+    pieces: tuple[FilePiece, ...] = field(kw_only=True, repr=False)
+    _slot: int | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self._number = self.store.add(self.pieces)
+
+    def start_gradient(self, reduced: torch.Tensor) -> None:
+        """Remember where the reduced gradient of the layout, [n] on the card, is; begin to read."""
+        self._source = self._of(reduced)
+        self.store.read_ahead()
+
+    def finish_gradient(self) -> None:
+        """Block the host until state and gradient are there, and the step may begin."""
+        source = self._source
+        assert source is not None, "no gradient was reduced"
+        self._slot, rows = self.store.load(self._number)
+        self.master, self.exp_avg, self.exp_avg_sq, self.gradient = rows
+        begin_copy(self.links.down, source, self.gradient).finish()
+        self._source = None
+        self.finish_weights()
+
+    def start_weights(self, weights: torch.Tensor) -> None:
+        """As that of a chunk in host memory; and begin to write the stepped state back.
+
+        If nothing was stepped, as after loading a checkpoint, the weights are set from the file.
+        """
+        if self._slot is None:
+            if self._going is None:
+                self._of(weights).copy_(self.master)
+            return
+        super().start_weights(weights)
+        self.store.store(self._number, self._slot, self._going)
+        self._slot = None
+        self.master, self.exp_avg, self.exp_avg_sq = (piece.tensor for piece in self.pieces)
+        self.gradient = self.gradient[:0]
+
+    def settle(self) -> None:
+        """Wait until the file has what was stepped."""
+        self.store.settle()
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """Consecutive elements that this rank steps: flat buffers [k], k = end - start, matrices first.
+
+    They are [start, end) of a slice of a bucket; of the bucket, if the state is not sharded. On the host,
+    `chunks` are copied and stepped one after another. On a disk, masters and moments are those of the file,
+    mapped, for checkpoints; `gradient` is empty.
+    """
+
+    start: int
+    end: int
+    master: torch.Tensor
+    gradient: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    num_matrix_elements: int
+    chunks: tuple[HostChunk, ...] = ()
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host steps them."""
+        return bool(self.chunks)
+
+
+@dataclass(frozen=True)
+class Away:
+    """What a rank does not keep on its card of its state of a bucket."""
+
+    share: float = 0.0
+    """Fraction of the state that the host steps."""
+    on_disk: float = 0.0
+    """Fraction of that which lies on the disk."""
+
+    def cuts(self, n: int, num_matrix_elements: int) -> tuple[int, int]:
+        """How many of `n` elements are on the card; and on the card or in host memory."""
+        on_card = _split(n, num_matrix_elements, self.share)
+        return on_card, max(on_card, _split(n, num_matrix_elements, self.share * self.on_disk))
+
+
+HERE = Away()
+"""All of it is on the card."""
+
+NUM_BUFFERS = 4
+"""Master, gradient and AdamW's two moments."""
+
+_VECTOR = 64
+"""Elements; a multiple of what any processor steps at a time. AdamW rounds the remainder after the last full
+vector differently, so splitting at another element would change bits."""
+
+
+def _split(n: int, num_matrix_elements: int, share: float) -> int:
+    """How many of `n` elements are before the last `share` of them."""
+    split = n - round(n * share)
+    if split < n:
+        split -= (split if split < num_matrix_elements else split - num_matrix_elements) % _VECTOR
+    return split
+
+
+def owner_ranges(part: Slice, shares: Sequence[float]) -> Ranges:
+    """The range of a slice that each rank of its group holds, in proportion to its share.
+
+    Equal shares of what does not divide are equal but for the last one. Borders are multiples of 64 elements
+    where the slice is not small: 128 bytes in 16 bits, of which NCCL moves whole vectors.
+    """
+    weights, n = [shares[rank] for rank in part.group], part.num_elements
+    count, total = len(weights), sum(weights)
+    if len(set(weights)) == 1:
+        each = n // count
+        if n % count:
+            each -= each % _VECTOR if each >= _VECTOR else 0
+        return Ranges((*[each] * (count - 1), n - each * (count - 1)))
+    unit = _VECTOR if n >= _VECTOR * count else 1
+    done, start = 0.0, 0
+    sizes: list[int] = []
+    for number, weight in enumerate(weights):
+        done += weight
+        end = n if number == count - 1 else round(n * done / total / unit) * unit
+        sizes.append(end - start)
+        start = end
+    return Ranges(tuple(sizes))
+
+
+def own_ranges(bucket: FlatBucket, shares: Sequence[float] | None) -> list[tuple[int, int]]:
+    """By slice: the range that this rank owns; none if the state is not sharded."""
+    if shares is None:
+        return []
+    return [owner_ranges(part, shares).of(part.group.index(bucket.rank)) for part in bucket.slices]
+
+
+def matrix_elements(part: Slice, own: tuple[int, int]) -> int:
+    """How many elements of a range of a slice are of matrices: the first ones."""
+    start, end = own
+    return min(max(part.num_matrix_elements - start, 0), end - start)
+
+
+@dataclass(frozen=True)
+class AwayBytes:
+    """What a rank's state takes away from the card."""
+
+    host: int
+    """Of a slab."""
+    disk: int
+    """Of the rank's file."""
+
+
+def away_bytes(bucket: FlatBucket, shares: Sequence[float] | None, away: Away) -> AwayBytes:
+    """What this rank's state of a bucket takes of host memory and of a disk."""
+    if shares is None:
+        layouts = [(bucket.weights.numel(), bucket.num_matrix_elements)]
+    else:
+        owned = zip(bucket.slices, own_ranges(bucket, shares), strict=True)
+        layouts = [(own[1] - own[0], matrix_elements(part, own)) for part, own in owned]
+    dtype = bucket.gradient.dtype
+    host = disk = 0
+    for n, num_matrix in layouts:
+        on_card, in_memory = away.cuts(n, num_matrix)
+        host += NUM_BUFFERS * piece_bytes(in_memory - on_card, dtype)
+        disk += sum(
+            DISK_STATES * file_bytes(last - first, dtype)
+            for first, last, _ in chunk_ranges(in_memory, n, num_matrix)
+        )
+    return AwayBytes(host, disk)
+
+
+def page_state_bytes(bucket: FlatBucket) -> int:
+    """What the state of a bucket that is a page takes of a slab, beside its weights and gradient."""
+    dtype = master_dtype(bucket.weights.dtype)
+    return (2 + bucket.is_low_precision) * piece_bytes(bucket.weights.numel(), dtype)
+
+
+def chunk_ranges(
+    first: int, last: int, num_matrix_elements: int, size: int = sys.maxsize
+) -> Iterator[tuple[int, int, bool]]:
+    """The elements [first, last) of weights in chunks of at most `size`, matrices before vectors: (first,
+    last, whether weights decay)."""
+    border = min(max(num_matrix_elements, first), last)
+    for begin, end, decays in ((first, border, True), (border, last, False)):
+        for start in range(begin, end, size):
+            yield start, min(start + size, end), decays
+
+
+def make_shards(
+    weights: torch.Tensor,
+    gradient: torch.Tensor | None,
+    *,
+    num_matrix_elements: int,
+    away: Away,
+    host: HostPlace | None,
+    layout: int = 0,
+    start: int = 0,
+    own_master: bool = True,
+    slab: HostSlab | None = None,
+) -> list[OptimizerShard]:
+    """The shards of consecutive weights [n]: the part on the card, then those in host memory and on the disk.
+
+    Without `gradient` [n] each shard gets a gradient buffer of its own; without `own_master` the weights on
+    the card are their own master. Of weights that lie on the host, the first part is on the host too, in
+    pieces of `slab`, and is stepped there.
+    """
+    n, dtype = weights.numel(), master_dtype(weights.dtype)
+    split, in_memory = away.cuts(n, num_matrix_elements)
+    shards: list[OptimizerShard] = []
+    if split or not n:
+        own = weights[:split]
+
+        def zeros() -> torch.Tensor:
+            return own.new_zeros(split, dtype=dtype) if slab is None else slab.take(split, dtype)
+
+        master = zeros().copy_(own) if own_master else own
+        shards.append(
+            OptimizerShard(
+                start=start,
+                end=start + split,
+                master=master,
+                gradient=torch.zeros_like(master) if gradient is None else gradient[:split],
+                exp_avg=zeros(),
+                exp_avg_sq=zeros(),
+                num_matrix_elements=min(num_matrix_elements, split),
+            )
+        )
+    if split < n:
+        assert host is not None
+        if split < in_memory:
+            num_matrix = min(max(num_matrix_elements - split, 0), in_memory - split)
+            own = weights[split:in_memory].to(dtype)
+            shards.append(_away_shard(own, host, layout, start + split, num_matrix))
+        for first, last, decays in chunk_ranges(in_memory, n, num_matrix_elements):
+            own, num_matrix = weights[first:last].to(dtype), (last - first) * decays
+            shards.append(_away_shard(own, host, layout, start + first, num_matrix, store=host.disk))
+    return shards
+
+
+def _away_shard(
+    weights: torch.Tensor,
+    host: HostPlace,
+    layout: int,
+    start: int,
+    num_matrix_elements: int,
+    *,
+    store: DiskStore | None = None,
+) -> OptimizerShard:
+    """The shard of weights [k], in the master's precision, in host memory; or with `store` on the disk."""
+    n, dtype = weights.numel(), weights.dtype
+    pieces: list[FilePiece] = []
+    if store is None:
+        master, gradient, *moments = (host.slab.take(n, dtype) for _ in range(NUM_BUFFERS))
+    else:
+        pieces = [store.file.take(n, dtype) for _ in range(DISK_STATES)]
+        gradient = weights.new_empty(0)
+        master, *moments = (piece.tensor for piece in pieces)
+    master.copy_(weights)
+    buffers = master, gradient, *moments
+    chunks: list[HostChunk] = []
+    for first, last, decays in chunk_ranges(0, n, num_matrix_elements, store.chunk if store else CHUNK):
+        where, own = (layout, start + first), [buffer[first:last] for buffer in buffers]
+        if store is None:
+            chunks.append(HostChunk(*where, *own, decays, host.links))
+        else:
+            parts = tuple(piece.part(first, last) for piece in pieces)
+            chunks.append(DiskChunk(*where, *own, decays, host.links, store=store, pieces=parts))
+    return OptimizerShard(start, start + n, *buffers, num_matrix_elements, tuple(chunks))
+
+
+def chunk_elements(num_elements: int) -> int:
+    """Elements of a chunk, of so many on the disk: a multiple of a page's, in whatever precision."""
+    page = 1024
+    return min(units.DISK_CHUNK, -(-num_elements // page) * page)
