@@ -62,8 +62,6 @@ class Block(nn.Module):
     A stage of a plan may hold one half of a layer only; see `keep_half`.
     """
 
-    recomputes_itself = False
-    """A compiled block does: what it saves for the backward is decided where it is compiled."""
     layout: HiddenLayout = WHOLE
 
     def __init__(

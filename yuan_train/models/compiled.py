@@ -53,8 +53,9 @@ def compile_blocks(model: Transformer) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_concerns_us)
     compiled = torch.compile(_run_block, backend=BACKEND, dynamic=False, fullgraph=True)
     for i, block in enumerate(model.blocks.values()):
-        block.recomputes_itself = True
         block.forward = _forward(block, model.recompute_of(i), compiled)
+    # What is saved for the backward is decided where a block is compiled.
+    model.recompute = "none"
 
 
 def _forward(block: Block, recompute: str, compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

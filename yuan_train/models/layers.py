@@ -9,6 +9,8 @@ shapes, not from the config.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,9 +122,9 @@ class TwoTapConvolution(nn.Module):
 class LocalizedFilter(nn.Module):
     """f = RMSNorm(filter(u) + u) over the tokens t-2, t-1, t of a sequence.
 
-    `convolve` and `convolve_step` contain all that depends on the H/2 channels. Tensor parallelism shards the
-    channels and replaces `convolve` by a function that reduces the partial results; residual and norm stay
-    as they are. Training replaces `op` alone, to add the weights' gradients to its own buffers.
+    Tensor parallelism shards the H/2 channels and gives `reduce`, which adds up the partial results so that
+    they lie as a residual does; residual and norm stay as they are. Training replaces `op` alone, to add the
+    weights' gradients to its own buffers.
     """
 
     def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -132,11 +134,13 @@ class LocalizedFilter(nn.Module):
         self.conv2 = TwoTapConvolution(channels, hidden, device=device, dtype=dtype)
         self.norm = RMSNorm(hidden, config.norm_epsilon, device=device, dtype=dtype)
         self.op = ops.localized_filter
+        self.reduce: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
-    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Weight and bias of either convolution."""
-        return self.conv1.weight, self.conv1.bias, self.conv2.weight, self.conv2.bias
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Weight and bias of either convolution; no bias if it is added to the sum of partial results."""
+        last = self.conv2.bias if self.reduce is None else None
+        return self.conv1.weight, self.conv1.bias, self.conv2.weight, last
 
     def forward(
         self,
@@ -148,22 +152,18 @@ class LocalizedFilter(nn.Module):
         """Return f, which lies as `residual` does, by default as u [B, S, H]; `document_start` bool [B, S]
         or None."""
         residual = u_BSH if residual is None else residual
-        f, total = self.norm.add(self.convolve(u_BSH, document_start, residual), residual)
+        filtered = self._reduced(self.op(u_BSH, *self.weights, document_start=document_start), residual)
+        f, total = self.norm.add(filtered, residual)
         return policy.mark_recomputable(f, self.norm, total)
 
     def step(
         self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None = None
     ) -> tuple[Tensor, ops.FilterState]:
         """Return f [B, S, H] of the next tokens, and the state after them."""
-        filtered_BSH, state = self.convolve_step(u_BSH, state, document_start)
-        return self.norm.add(filtered_BSH, u_BSH)[0], state
+        part_BSH, state = ops.localized_filter_step(
+            u_BSH, state, *self.weights, document_start=document_start
+        )
+        return self.norm.add(self._reduced(part_BSH, u_BSH), u_BSH)[0], state
 
-    def convolve(self, u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
-        """Return both convolutions of u [B, S, H], lying as the residual that they are added to."""
-        return self.op(u_BSH, *self.weights, document_start=document_start)
-
-    def convolve_step(
-        self, u_BSH: Tensor, state: ops.FilterState, document_start: Tensor | None
-    ) -> tuple[Tensor, ops.FilterState]:
-        """Return both convolutions of the next tokens u [B, S, H], and the state after them."""
-        return ops.localized_filter_step(u_BSH, state, *self.weights, document_start=document_start)
+    def _reduced(self, part_BSH: Tensor, residual: Tensor) -> Tensor:
+        return part_BSH if self.reduce is None else self.reduce(part_BSH, residual) + self.conv2.bias

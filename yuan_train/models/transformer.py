@@ -33,14 +33,21 @@ IGNORE_INDEX = -100
 """Target of a token that is not trained."""
 
 
+Map = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class VocabularyPart:
     """The words whose logits this rank computes, and how it learns what the others found."""
 
     first: int
     """Its first word."""
-    gather: Callable[[Tensor], Tensor]
+    gather: Map
     """All-gathers a tensor [...] over the ranks: [ranks, ...]."""
+    copy: Map
+    """A hidden state as it is, whose gradients are added up over the ranks."""
+    exchange: ops.Exchange
+    """See `ops.linear_cross_entropy`."""
 
 
 @dataclass
@@ -148,10 +155,11 @@ class Transformer(nn.Module):
         assert self.config.output == "vocabulary", "this model's head has no vocabulary"
         return self.embedding.weight if self.config.tie_embeddings else self.head.weight
 
-    def set_vocabulary_part(self, index: int, gather: Callable[[Tensor], Tensor]) -> None:
+    def set_vocabulary_part(self, index: int, gather: Map, copy: Map, exchange: ops.Exchange) -> None:
         """Note that this rank is number `index` of those that share the output matrix in equal parts."""
         if self.config.output == "vocabulary":
-            self.vocabulary_part = VocabularyPart(index * self.output_weight.shape[0], gather)
+            first = index * self.output_weight.shape[0]
+            self.vocabulary_part = VocabularyPart(first, gather, copy, exchange)
 
     @property
     def blocks(self) -> dict[int, Block]:
@@ -222,14 +230,16 @@ class Transformer(nn.Module):
         `main_gradient` (fp32 [V, H]; fp64 for fp64), the forward adds the output matrix's gradient to it.
         """
         main = None if gradient_scale is None else getattr(self.output_weight, "main_gradient", None)
+        part = self.vocabulary_part
         losses = ops.linear_cross_entropy(
-            hidden_BSH.flatten(0, 1),
+            (hidden_BSH if part is None else part.copy(hidden_BSH)).flatten(0, 1),
             self.output_weight,
             targets_BS.flatten(),
             ignore_index=IGNORE_INDEX,
             reduction=reduction,
             main_gradient=main,
             gradient_scale=None if main is None else gradient_scale,
+            vocabulary=None if part is None else (part.first, part.exchange),
         )
         return losses if reduction == "sum" else losses.view_as(targets_BS)
 
@@ -280,7 +290,7 @@ def _run(
     document_ranges: DocumentRanges | None,
     drop: Drop | None,
 ) -> Tensor:
-    if recompute == "none" or block.recomputes_itself or not torch.is_grad_enabled():
+    if recompute == "none" or not torch.is_grad_enabled():
         return block(x, rotary, document_start, document_ranges, drop=drop)
     if recompute == "selective":
         policy = SelectiveRecompute()

@@ -158,9 +158,9 @@ def apply_tensor_parallel(
 ) -> None:
     """Add the collectives of a tensor-parallel group to the modules of a sharded model.
 
-    The layers get the layout of their hidden states, which has the collectives around products; the filter,
-    the vocabulary lookup and the loss are replaced by their parallel forms. `meanwhile` is called in the
-    backward beside each reduction of an input's gradient.
+    The layers get the layout of their hidden states, which has the collectives around products; the lookup of
+    tokens is replaced by its parallel form. `meanwhile` is called in the backward beside each reduction of an
+    input's gradient.
     """
     layout = _GroupLayout(group, meanwhile)
     if spec.splits_tokens:
@@ -170,12 +170,11 @@ def apply_tensor_parallel(
     for path, module in model.named_modules():
         if sharding_style(path, spec.sharding) == "vocabulary" and path == "embedding":
             module.forward = _parallel_lookup(module, spec, group)
-        if hasattr(module, "convolve"):
-            module.convolve = _parallel_filter(module, layout)
-            module.convolve_step = _parallel_filter_step(module, group)
+        if hasattr(module, "reduce"):
+            module.reduce = layout.reduce
     if model.has_head:
-        model.loss = _parallel_loss(model, spec, group)
-        model.set_vocabulary_part(spec.index, _all_gather(group, spec.count))
+        gather, copy = _all_gather(group, spec.count), partial(copy_to_tp, group=group)
+        model.set_vocabulary_part(spec.index, gather, copy, _all_gather_exchange(group, spec.count))
 
 
 def reduce_partial(bucket: FlatBucket, spec: ShardSpec, group: dist.ProcessGroup) -> None:
@@ -296,26 +295,6 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _parallel_filter(module: Any, layout: _GroupLayout) -> Callable[..., Tensor]:
-    def convolve(u_BSH: Tensor, document_start: Tensor | None, residual: Tensor) -> Tensor:
-        *weights, bias = module.weights
-        part_BSH = module.op(u_BSH, *weights, None, document_start=document_start)
-        return layout.reduce(part_BSH, residual) + bias
-
-    return convolve
-
-
-def _parallel_filter_step(module: Any, group: dist.ProcessGroup) -> Callable[..., Any]:
-    def convolve_step(u_BSH: Tensor, state: Any, document_start: Tensor | None) -> tuple[Tensor, Any]:
-        first, first_bias, second, bias = module.weights
-        part_BSH, state = ops.localized_filter_step(
-            u_BSH, state, first, first_bias, second, None, document_start=document_start
-        )
-        return reduce_from_tp(part_BSH, group) + bias, state
-
-    return convolve_step
-
-
 def _all_gather(group: dist.ProcessGroup, count: int) -> Callable[[Tensor], Tensor]:
     def gather(local: Tensor) -> Tensor:
         gathered = [torch.empty_like(local) for _ in range(count)]
@@ -335,31 +314,6 @@ def _parallel_lookup(module: Any, spec: ShardSpec, group: dist.ProcessGroup) -> 
         return reduce_from_tp(embedded_BSH * is_local_BS.unsqueeze(-1), group)
 
     return forward
-
-
-def _parallel_loss(model: Any, spec: ShardSpec, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    exchange = _all_gather_exchange(group, spec.count)
-
-    def loss(
-        hidden_BSH: Tensor,
-        targets_BS: Tensor,
-        *,
-        reduction: Any = "sum",
-        gradient_scale: float | None = None,
-    ) -> Tensor:
-        main = None if gradient_scale is None else getattr(model.output_weight, "main_gradient", None)
-        losses = ops.linear_cross_entropy(
-            copy_to_tp(hidden_BSH, group).flatten(0, 1),
-            model.output_weight,
-            targets_BS.flatten(),
-            reduction=reduction,
-            main_gradient=main,
-            gradient_scale=None if main is None else gradient_scale,
-            vocabulary=(spec.index * model.output_weight.shape[0], exchange),
-        )
-        return losses if reduction == "sum" else losses.view_as(targets_BS)
-
-    return loss
 
 
 def _all_gather_exchange(group: dist.ProcessGroup, count: int) -> ops.Exchange:
