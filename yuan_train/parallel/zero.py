@@ -24,7 +24,7 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.config.units import DISK_STATES
 from yuan_train.parallel.device import CPU, Device
-from yuan_train.parallel.gradients import FlatBucket, Piece, squared_norm, sum_of_squares
+from yuan_train.parallel.gradients import FlatBucket, Piece, Slice, squared_norm, sum_of_squares
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
@@ -34,11 +34,11 @@ from yuan_train.parallel.tiers.optimizer import (
     HostChunk,
     HostPlace,
     OptimizerShard,
+    Owned,
     away_bytes,
     chunk_elements,
     make_shards,
-    matrix_elements,
-    own_ranges,
+    owned_by,
     owner_ranges,
     page_state_bytes,
 )
@@ -163,11 +163,8 @@ class OwnedState:
         """Around a wait for stepped weights, which a forward makes: it is no compute."""
         self._ranges = None if shares is None else [owner_ranges(part, shares) for part in bucket.slices]
         """By slice: the range of each owner."""
-        self._own = own_ranges(bucket, shares)
-        if self._ranges is None:
-            self._held = [self._whole_shards(away, host, slab)]
-        else:
-            self._held = [self._range_shards(i, own, away, host) for i, own in enumerate(self._own)]
+        self._own = owned_by(bucket, shares)
+        self._held = [self._make_shards(i, own, away, host, slab) for i, own in enumerate(self._own)]
         """By slice; one entry for the whole bucket where the state is not sharded."""
         self.shards = [shard for held in self._held for shard in held]
 
@@ -176,36 +173,24 @@ class OwnedState:
         """The chunks of all shards on the host, in the layouts' order."""
         return (chunk for shard in self.shards for chunk in shard.chunks)
 
-    def _whole_shards(
-        self, away: Away, host: HostPlace | None, slab: HostSlab | None
+    def _make_shards(
+        self, number: int, own: Owned, away: Away, host: HostPlace | None, slab: HostSlab | None
     ) -> list[OptimizerShard]:
+        bucket = self._bucket
+        # Of several slices each is packed: its range does not lie in the bucket itself.
+        packed = isinstance(own.part, Slice) and len(bucket.slices) > 1
+        weights = bucket.pack(bucket.weights, own.part) if isinstance(own.part, Slice) else bucket.weights
         return make_shards(
-            self._bucket.weights,
-            self._bucket.gradient,
-            num_matrix_elements=self._bucket.num_matrix_elements,
+            weights[own.start : own.end],
+            None if packed else bucket.gradient[own.start : own.end],
+            layout=number,
+            start=own.start,
+            num_matrix_elements=own.num_matrix_elements,
             away=away,
             host=host,
             # Weights in full precision are their own master.
-            own_master=self._bucket.is_low_precision,
+            own_master=bucket.is_low_precision or packed,
             slab=slab,
-        )
-
-    def _range_shards(
-        self, index: int, own: tuple[int, int], away: Away, host: HostPlace | None
-    ) -> list[OptimizerShard]:
-        bucket, part = self._bucket, self._bucket.slices[index]
-        start, end = own
-        alone = len(bucket.slices) == 1
-        return make_shards(
-            bucket.pack(bucket.weights, part)[start:end],
-            # A range of a slice that is not packed lies in the bucket itself.
-            bucket.gradient[start:end] if alone else None,
-            layout=index,
-            start=start,
-            num_matrix_elements=matrix_elements(part, own),
-            away=away,
-            host=host,
-            own_master=bucket.is_low_precision or not alone,
         )
 
     # --- gradients and weights ---------------------------------------------------------------------------
@@ -257,7 +242,7 @@ class OwnedState:
 
     def _take_ranges(self) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._bucket.gradient.device)
-        for part, held, packed, (start, end) in zip(
+        for part, held, packed, own in zip(
             self._bucket.slices, self._held, self._packed, self._own, strict=True
         ):
             for shard in held:
@@ -265,7 +250,8 @@ class OwnedState:
                     chunk.start_gradient(packed)
                 if not shard.on_host:
                     _copy(packed[shard.start : shard.end], shard.gradient)
-            total += sum_of_squares(packed[start : max(min(end, part.num_counted_elements), start)])
+            last = max(min(own.end, part.num_counted_elements), own.start)
+            total += sum_of_squares(packed[own.start : last])
         return total
 
     def start_host_weights(self, chunk: HostChunk) -> None:
@@ -324,20 +310,16 @@ class OwnedState:
         the owners, whose states are equal, share the writing equally; owners of different widths hold
         overlapping parts, of which the first one writes all.
         """
-        for number, held in enumerate(self._held):
-            layout = _whole_layout(self._bucket) if self._ranges is None else self._slice_layout(number)
+        for own, held in zip(self._own, self._held, strict=True):
+            layout = _layout_of(self._bucket, own)
             for shard in held:
                 yield from layout.boxes(getattr(shard, state), shard.start, written=written)
-
-    def _slice_layout(self, number: int) -> _Layout:
-        part = self._bucket.slices[number]
-        place = part.index, self._bucket.num_slices
-        return _Layout(part.pieces, place, self._own[number], writes_replicated=part.index == 0)
 
 
 def weight_boxes(bucket: FlatBucket, *, written: bool) -> Iterator[tuple[str, TensorBox]]:
     """As `OwnedState.boxes`, of the weights of a bucket that is not trained, which are all its state."""
-    return _whole_layout(bucket).boxes(bucket.weights, 0, written=written)
+    (own,) = owned_by(bucket, None)
+    return _layout_of(bucket, own).boxes(bucket.weights, 0, written=written)
 
 
 @dataclass(frozen=True)
@@ -368,17 +350,19 @@ class _Layout:
                 yield piece.name, box
 
 
-def _whole_layout(bucket: FlatBucket) -> _Layout:
-    """A bucket's own layout."""
-    start, end = 0, bucket.weights.numel()
+def _layout_of(bucket: FlatBucket, own: Owned) -> _Layout:
+    part, start, end = own.part, own.start, own.end
+    if isinstance(part, Slice):
+        place = part.index, bucket.num_slices
+        return _Layout(part.pieces, place, (start, end), writes_replicated=part.index == 0)
     if bucket.owners_are_alike:
         group = bucket.slices[0].group
         place = group.index(bucket.rank)
         start, end = end * place // len(group), end * (place + 1) // len(group)
     elif not bucket.is_first_owner:
         end = 0
-    is_first = bucket.slices[0].index == 0
-    return _Layout(bucket.pieces, (None, None), (start, end), writes_replicated=is_first)
+    first_slice = bucket.slices[0].index
+    return _Layout(bucket.pieces, (None, None), (start, end), writes_replicated=first_slice == 0)
 
 
 GRAD_REDUCE = "the gradient reduction over owners"

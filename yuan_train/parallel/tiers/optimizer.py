@@ -235,17 +235,26 @@ def owner_ranges(part: Slice, shares: Sequence[float]) -> Ranges:
     return Ranges(tuple(sizes))
 
 
-def own_ranges(bucket: FlatBucket, shares: Sequence[float] | None) -> list[tuple[int, int]]:
-    """By slice: the range that this rank owns; none if the state is not sharded."""
+@dataclass(frozen=True)
+class Owned:
+    """Elements [start, end) of a slice of a bucket, or of the bucket itself, that a rank steps."""
+
+    part: FlatBucket | Slice
+    start: int
+    end: int
+
+    @property
+    def num_matrix_elements(self) -> int:
+        """How many of them are of matrices: the first ones."""
+        return min(max(self.part.num_matrix_elements - self.start, 0), self.end - self.start)
+
+
+def owned_by(bucket: FlatBucket, shares: Sequence[float] | None) -> list[Owned]:
+    """What this rank steps of a bucket: all of it, or with `shares` of each slice a range."""
     if shares is None:
-        return []
-    return [owner_ranges(part, shares).of(part.group.index(bucket.rank)) for part in bucket.slices]
-
-
-def matrix_elements(part: Slice, own: tuple[int, int]) -> int:
-    """How many elements of a range of a slice are of matrices: the first ones."""
-    start, end = own
-    return min(max(part.num_matrix_elements - start, 0), end - start)
+        return [Owned(bucket, 0, bucket.weights.numel())]
+    ranges = [owner_ranges(part, shares).of(part.group.index(bucket.rank)) for part in bucket.slices]
+    return [Owned(part, *own) for part, own in zip(bucket.slices, ranges, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -260,14 +269,10 @@ class AwayBytes:
 
 def away_bytes(bucket: FlatBucket, shares: Sequence[float] | None, away: Away) -> AwayBytes:
     """What this rank's state of a bucket takes of host memory and of a disk."""
-    if shares is None:
-        layouts = [(bucket.weights.numel(), bucket.num_matrix_elements)]
-    else:
-        owned = zip(bucket.slices, own_ranges(bucket, shares), strict=True)
-        layouts = [(own[1] - own[0], matrix_elements(part, own)) for part, own in owned]
     dtype = bucket.gradient.dtype
     host = disk = 0
-    for n, num_matrix in layouts:
+    for own in owned_by(bucket, shares):
+        n, num_matrix = own.end - own.start, own.num_matrix_elements
         on_card, in_memory = away.cuts(n, num_matrix)
         host += NUM_BUFFERS * piece_bytes(in_memory - on_card, dtype)
         disk += sum(
