@@ -56,18 +56,15 @@ class DeferredWeightGrads:
         for weight_grad in self._deferred.pop(micro_batch):
             weight_grad()
 
-    def defer(self, weight_grad: WeightGrad) -> bool:
-        """Keep `weight_grad` for `flush` if a split backward is running; else return False."""
-        if self._recording is None:
-            return False
-        self._recording.append(weight_grad)
-        return True
-
-    def queue(self, weight_grad: WeightGrad) -> bool:
-        """Keep `weight_grad` for `run_queued` if the backward will call it; else return False."""
-        if self.reduces_inputs:
+    def take(self, weight_grad: WeightGrad, *, may_queue: bool) -> None:
+        """Keep it for `flush` if a split backward is running, or if it `may_queue` for `run_queued`, where
+        backwards call that; else compute and accumulate it now."""
+        if self._recording is not None:
+            self._recording.append(weight_grad)
+        elif may_queue and self.reduces_inputs:
             self._queued.append(weight_grad)
-        return self.reduces_inputs
+        else:
+            weight_grad()
 
     def run_queued(self) -> None:
         """Compute and accumulate what is queued, in the order of queueing."""
@@ -160,11 +157,8 @@ class _Adding:
 
         if self.deferred is None:
             add()
-        elif not (
-            self.deferred.defer(add_now)
-            or (self.may_queue and dx is not None and self.deferred.queue(add_now))
-        ):
-            add_now()
+        else:
+            self.deferred.take(add_now, may_queue=self.may_queue and dx is not None)
 
 
 class _AddingOp(torch.autograd.Function):

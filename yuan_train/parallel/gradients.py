@@ -260,17 +260,16 @@ def _slices(bucket: Bucket, shards: Mapping[str, Shard], rank: int) -> Iterator[
         yield Slice(index, local_index, bucket.slice_group(index), pieces, num_matrix, sharded)
 
 
-def squared_norm(buckets: list[FlatBucket], *, device: torch.device) -> torch.Tensor:
-    """This rank's term of the squared global gradient norm: a scalar, fp64, on `device`.
+def squared_norm(bucket: FlatBucket) -> torch.Tensor:
+    """This rank's term of a bucket in the squared global gradient norm: a scalar, fp64, on its device.
 
     Each slice counts on the first rank that holds it, and a replicated vector in slice 0 only.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for bucket in buckets:
-        for part in bucket.slices:
-            if part.group[0] == bucket.rank:
-                counted = bucket.pack(bucket.gradient, part)[: part.num_counted_elements]
-                total += sum_of_squares(counted)
+    total = torch.zeros((), dtype=torch.float64, device=bucket.gradient.device)
+    for part in bucket.slices:
+        if part.group[0] == bucket.rank:
+            counted = bucket.pack(bucket.gradient, part)[: part.num_counted_elements]
+            total += sum_of_squares(counted)
     return total
 
 

@@ -238,7 +238,7 @@ class OwnedState:
             self._bucket.unpack(packed, part, self._bucket.gradient)
         for chunk in self.host_chunks:
             chunk.start_gradient(self._bucket.gradient)
-        return squared_norm([self._bucket], device=self._bucket.gradient.device)
+        return squared_norm(self._bucket)
 
     def _take_ranges(self) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._bucket.gradient.device)
