@@ -31,7 +31,6 @@ MORE_PARAMETERS = {
     "yuan_train/data/preprocess.py: preprocess": 8,
     "yuan_train/models/generate.py: generate_batch": 12,
     "yuan_train/models/transformer.py: __init__": 8,
-    "yuan_train/parallel/deferred.py: forward": 8,
     "yuan_train/parallel/tiers/optimizer.py: make_shards": 9,
     "yuan_train/planner/costs/memory.py: stage_memory": 10,
     "yuan_train/estimate/memory.py: yuan_memory": 8,

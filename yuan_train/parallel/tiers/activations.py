@@ -10,7 +10,7 @@ small. A storage that several ops save leaves once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +92,8 @@ class _Kept:
     __slots__ = ("flat", "host", "num_bytes")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.flat: Tensor | None = _as_bytes(storage)
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        self.flat: Tensor | None = empty.set_(storage)
         self.host: Tensor | None = None
         self.num_bytes = storage.nbytes()
 
@@ -161,14 +162,14 @@ class ActivationTiers:
         self.most_bytes_here = 0
 
     @contextmanager
-    def forward(self, stage: int, micro_batch: int) -> Iterator[_Forward | None]:
+    def forward(self, stage: int, micro_batch: int) -> Iterator[_Walk | None]:
         """Around the forward of a micro-batch: what follows its parts; None if the stage offloads nothing."""
         walk = self._walk("forward", stage, micro_batch)
-        if stage not in self._offloads:
-            walk.enter()
-            yield None
+        if stage in self._offloads:
+            yield walk
         else:
-            yield _Forward(self, walk)
+            walk.next_part()
+            yield None
         walk.leave()
 
     @contextmanager
@@ -176,7 +177,7 @@ class ActivationTiers:
         """Around a backward; if `split`, around the part of it that computes the gradients of inputs."""
         walk = self._walk("backward_input" if split else "backward", stage, micro_batch)
         self._backward = walk
-        self._need(walk, walk.enter())
+        self._need(walk, walk.next_part())
         yield
         self._end(walk)
         walk.leave()
@@ -186,28 +187,25 @@ class ActivationTiers:
     def backward_weight(self, stage: int, micro_batch: int) -> Iterator[None]:
         """Around the weights' part of a split backward, after which nothing of the micro-batch is needed."""
         walk = self._walk("backward_weight", stage, micro_batch)
-        walk.enter()
+        walk.next_part()
         yield
         for key in [key for key in self._parts if key[:2] == (stage, micro_batch)]:
             self._drop(key)
         walk.leave()
-
-    def num_leaving(self, stage: int) -> int:
-        """How many parts of a stage, the first ones, leave."""
-        return self._offloads[stage].num_leaving
 
     def part_has_ended(self, stage: int, micro_batch: int, part: int) -> None:
         """The backward of a part has ended, inside `backward`; the one of the part before it begins."""
         walk = self._backward
         assert walk is not None and walk.key == (stage, micro_batch, part), "parts run in another order"
         self._end(walk)
-        self._need(walk, walk.enter())
+        self._need(walk, walk.next_part())
 
     def keep(self, key: Key, tensor: Tensor, shared: set[int]) -> Any:
         """What autograd keeps of a tensor that a part saves: the tensor, or a view that can leave."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if storage.nbytes() < SMALLEST or address in self._stays or address in shared:
+        stays = storage.nbytes() < SMALLEST or address in self._stays or address in shared
+        if stays or key[2] >= self._offloads[key[0]].num_leaving:
             return tensor
         if key not in self._parts:
             self._parts[key] = _Part()
@@ -239,7 +237,7 @@ class ActivationTiers:
 
     def _walk(self, kind: Kind, stage: int, micro_batch: int) -> _Walk:
         step = Step(kind, stage, micro_batch)
-        return _Walk(step, self._groups[step], self.copy)
+        return _Walk(self, step, self._groups[step])
 
     def _need(self, walk: _Walk, part: int) -> None:
         """Wait until what the backward of a part needs is there."""
@@ -285,59 +283,44 @@ class ActivationTiers:
 
 
 class _Walk:
-    """One step of the program, part by part."""
+    """One step of the program, part by part; a forward is followed by it (`models.recompute.Parts`)."""
 
-    def __init__(self, step: Step, group: PartSteps, copy: Callable[[Step], None]) -> None:
+    def __init__(self, tiers: ActivationTiers, step: Step, group: PartSteps) -> None:
         self.step = step
+        self._tiers = tiers
         self._group = group
-        self._copy = copy
         self._position = -1
+        self._shared: set[int] = set()
 
     @property
     def key(self) -> Key:
         """Stage, micro-batch and part that is running."""
         return self.step.stage, self.step.micro_batch, self._group.parts[self._position]
 
-    def enter(self) -> int:
+    def next_part(self) -> int:
         """Take the copies before the next part; its number."""
         self._position += 1
         for copy in self._group.before[self._position]:
-            self._copy(copy)
+            self._tiers.copy(copy)
         return self._group.parts[self._position]
 
     def leave(self) -> None:
         """Take the copies after the last part."""
         assert self._position + 1 == len(self._group.parts), f"{self.step}: not all parts have run"
         for copy in self._group.after:
-            self._copy(copy)
-
-
-class _Forward:
-    """Follows one forward (`models.parts.Parts`)."""
-
-    def __init__(self, tiers: ActivationTiers, walk: _Walk) -> None:
-        self._tiers = tiers
-        self._walk = walk
-        self._num_leaving = tiers.num_leaving(walk.step.stage)
-        self._shared: set[int] = set()
+            self._tiers.copy(copy)
 
     def share(self, *tensors: Tensor | None) -> None:
         self._shared |= {t.untyped_storage().data_ptr() for t in tensors if t is not None}
 
     def enter(self, hidden: Tensor) -> None:
-        part, step = self._walk.enter(), self._walk.step
+        part, step, ended = self.next_part(), self.step, self._tiers.part_has_ended
         if part > 0:
-            ended = self._tiers.part_has_ended
             # A hook of a tensor runs when its gradient is complete: all that follows it has run backward.
             hidden.register_hook(lambda _: ended(step.stage, step.micro_batch, part))
 
     def pack(self, tensor: Tensor) -> Any:
-        key = self._walk.key
-        return self._tiers.keep(key, tensor, self._shared) if key[2] < self._num_leaving else tensor
+        return self._tiers.keep(self.key, tensor, self._shared)
 
     def unpack(self, packed: Any) -> Tensor:
         return packed.tensor() if isinstance(packed, _View) else packed
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
