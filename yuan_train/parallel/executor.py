@@ -47,12 +47,10 @@ class StageWork(Protocol):
 class GroupWork(Protocol):
     """A stage that takes several micro-batches together, when the last of them has arrived."""
 
-    def hold(self, kind: Kind, micro_batch: int, tensor: torch.Tensor | None) -> None:
-        """Keep what the forward or backward of a member takes: its message; None at the model's ends."""
-        ...
+    def hold(self, kind: Kind, micro_batch: int, tensor: torch.Tensor | None, *, training: bool) -> bool:
+        """Keep what the forward or backward of a member takes: its message; None at the model's ends.
 
-    def ends_group(self, kind: Kind, micro_batch: int, *, training: bool) -> bool:
-        """Whether a micro-batch is the last of its group."""
+        Returns whether it is the last of its group."""
         ...
 
     def run_group(self, kind: Kind, micro_batch: int, *, training: bool) -> dict[int, torch.Tensor | None]:
@@ -356,8 +354,7 @@ class Executor:
         if task.loading is not None:
             with during(task.loading):
                 self._works[stage].load(micro_batch)
-        work.hold(kind, micro_batch, self._take_input(task))
-        if not work.ends_group(kind, micro_batch, training=training):
+        if not work.hold(kind, micro_batch, self._take_input(task), training=training):
             return
         with during(task.activity), self._stopwatch.running(kind, stage, training):
             results = work.run_group(kind, micro_batch, training=training)

@@ -260,18 +260,14 @@ class PagedRunner(StageRunner):
         super().load(micro_batch)
         self._batches[micro_batch], self._loaded = self._loaded, Loaded()
 
-    def hold(self, kind: Kind, micro_batch: int, tensor: torch.Tensor | None) -> None:
-        """Keep the hidden state or the gradient of a member until its group is complete."""
+    def hold(self, kind: Kind, micro_batch: int, tensor: torch.Tensor | None, *, training: bool) -> bool:
+        """Keep the hidden state or the gradient of a member; whether its group is complete."""
         if kind == "backward":
             self._gradients[micro_batch] = tensor
-            return
-        tokens = self._batches[micro_batch].tokens_BS
-        hidden = tokens if tensor is None else tensor
-        assert hidden is not None
-        self._hidden[micro_batch] = hidden
-
-    def ends_group(self, kind: Kind, micro_batch: int, *, training: bool) -> bool:
-        """Whether a micro-batch is the last of its group."""
+        else:
+            hidden = self._batches[micro_batch].tokens_BS if tensor is None else tensor
+            assert hidden is not None
+            self._hidden[micro_batch] = hidden
         return (kind, micro_batch) in self._groups(training)
 
     def run_group(self, kind: Kind, micro_batch: int, *, training: bool) -> dict[int, torch.Tensor | None]:
