@@ -63,17 +63,26 @@ SAVE_ALL = RecomputePolicy()
 
 
 class SaveInParts(RecomputePolicy):
-    """Saves all, through `parts`."""
+    """Saves all, through `parts` if given."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts | None = None) -> None:
         self._parts = parts
 
-    def saving(self) -> saved_tensors_hooks:
-        """Context of the layer's forward: inside it, tensors are saved through `parts`."""
-        return saved_tensors_hooks(self._parts.pack, self._parts.unpack)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context of the layer's forward: inside it, tensors are saved as the policy says."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
 
     def enter_half(self, hidden: Tensor) -> None:
-        self._parts.enter(hidden)
+        if self._parts is not None:
+            self._parts.enter(hidden)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return tensor if self._parts is None else self._parts.pack(tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        return packed if self._parts is None else self._parts.unpack(packed)
 
 
 class KeptDecision(RecomputePolicy):
@@ -88,7 +97,7 @@ class KeptDecision(RecomputePolicy):
         return self._decided
 
 
-class SelectiveRecompute(RecomputePolicy):
+class SelectiveRecompute(SaveInParts):
     """Saves the expensive tensors of one layer's forward, and recomputes the marked ones in the backward.
 
     Autograd's hooks see every tensor that an op saves. A marked tensor, or a view of it, is not saved: when
@@ -99,20 +108,15 @@ class SelectiveRecompute(RecomputePolicy):
     """
 
     def __init__(self, parts: Parts | None = None) -> None:
-        self._parts = parts
+        super().__init__(parts)
         self._marked: dict[int, tuple[Tensor, _RecomputeFn]] = {}
         """By address of the storage. Holding the tensor here keeps that address from being reused."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context of the layer's forward: inside it, marked tensors are not saved."""
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with super().saving():
             yield
         self._marked.clear()
-
-    def enter_half(self, hidden: Tensor) -> None:
-        if self._parts is not None:
-            self._parts.enter(hidden)
 
     def mark_recomputable(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         if output.numel() == 0:
@@ -127,7 +131,7 @@ class SelectiveRecompute(RecomputePolicy):
     def _pack(self, tensor: Tensor) -> Any:
         marked = self._marked.get(tensor.untyped_storage().data_ptr())
         if marked is None:
-            return tensor if self._parts is None else self._parts.pack(tensor)
+            return super()._pack(tensor)
         recompute = marked[1]
         recompute.uses += 1
         return _View(recompute, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -135,7 +139,7 @@ class SelectiveRecompute(RecomputePolicy):
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _View):
             return packed.materialize()
-        return packed if self._parts is None else self._parts.unpack(packed)
+        return super()._unpack(packed)
 
 
 class _RecomputeFn:

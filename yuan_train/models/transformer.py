@@ -199,14 +199,9 @@ class Transformer(nn.Module):
         for i, (layer, block) in list(enumerate(self.blocks.items()))[first:last]:
             drop = self._dropout(dropout_seed, layer)
             recompute = self.recompute_of(i) if last is None else "none"
-            inputs = (rotary, document_start, document_ranges)
-            if parts is None:
-                hidden = _run(block, recompute, hidden, *inputs, drop)
-                continue
-            parts.enter(hidden)
-            policy = SelectiveRecompute(parts) if recompute == "selective" else SaveInParts(parts)
-            with policy.saving():
-                hidden = block(hidden, *inputs, policy, drop)
+            if parts is not None:
+                parts.enter(hidden)
+            hidden = _run(block, recompute, parts, hidden, (rotary, document_start, document_ranges), drop)
         x_BSH = self.layout.join(hidden, x_BSH.shape)
         return self.final_norm(x_BSH) if self.has_head and last is None else x_BSH
 
@@ -284,33 +279,20 @@ def _add_adapters(block: Block, config: ModelConfig) -> None:
 def _run(
     block: Block,
     recompute: str,
+    parts: Parts | None,
     x: Tensor,
-    rotary: RotaryTables,
-    document_start: Tensor | None,
-    document_ranges: DocumentRanges | None,
+    inputs: tuple[RotaryTables, Tensor | None, DocumentRanges | None],
     drop: Drop | None,
 ) -> Tensor:
-    if recompute == "none" or not torch.is_grad_enabled():
-        return block(x, rotary, document_start, document_ranges, drop=drop)
-    if recompute == "selective":
-        policy = SelectiveRecompute()
+    if parts is None and (recompute == "none" or not torch.is_grad_enabled()):
+        return block(x, *inputs, drop=drop)
+    if parts is not None or recompute == "selective":
+        policy = SelectiveRecompute(parts) if recompute == "selective" else SaveInParts(parts)
         with policy.saving():
-            return block(x, rotary, document_start, document_ranges, policy, drop)
+            return block(x, *inputs, policy, drop)
     # No op of a layer uses a random generator, so its state need not be saved.
-    return cast(
-        Tensor,
-        checkpoint(
-            block,
-            x,
-            rotary,
-            document_start,
-            document_ranges,
-            KeptDecision(),
-            drop,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        ),
-    )
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return cast(Tensor, checkpoint(block, x, *inputs, KeptDecision(), drop, **options))
 
 
 def choose_ops(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> list[ops.Choice]:
