@@ -89,7 +89,8 @@ def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mappin
         if op is ops.wide_linear:
             added.add(f"{path}.weight")
         if op in _FORMS:
-            module.op = _Adding(*_FORMS[op], deferred)
+            forward, gradients = _FORMS[op]
+            module.op = _Adding(forward, gradients, deferred)
     styles = {name: sharding_style(name.rpartition(".")[0], sharding) for name, _ in model.named_parameters()}
     return added | {
         name
@@ -251,7 +252,7 @@ def _grouped_gradients(
     return ops.grouped_linear(dy, weight.transpose(1, 2), counts) if dx else None, add
 
 
-def _filter(u: Tensor, *weights: Tensor | None, document_start: Tensor | None) -> tuple[Tensor, ...]:
+def _filter(u: Tensor, *weights: Any, document_start: Tensor | None) -> tuple[Tensor, ...]:
     y, taps = ops.localized_filter_forward(u, *weights, document_start=document_start)
     return y, u, taps
 

@@ -9,8 +9,9 @@ so that the host holds four numbers by parameter and no more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -363,21 +364,21 @@ def _away_shard(
     n, dtype = weights.numel(), weights.dtype
     pieces: list[FilePiece] = []
     if store is None:
-        master, gradient, *moments = (host.slab.take(n, dtype) for _ in range(NUM_BUFFERS))
+        master, gradient, exp_avg, exp_avg_sq = (host.slab.take(n, dtype) for _ in range(NUM_BUFFERS))
     else:
         pieces = [store.file.take(n, dtype) for _ in range(DISK_STATES)]
         gradient = weights.new_empty(0)
-        master, *moments = (piece.tensor for piece in pieces)
+        master, exp_avg, exp_avg_sq = (piece.tensor for piece in pieces)
     master.copy_(weights)
-    buffers = master, gradient, *moments
+    buffers = master, gradient, exp_avg, exp_avg_sq
     chunks: list[HostChunk] = []
     for first, last, decays in chunk_ranges(0, n, num_matrix_elements, store.chunk if store else CHUNK):
-        where, own = (layout, start + first), [buffer[first:last] for buffer in buffers]
-        if store is None:
-            chunks.append(HostChunk(*where, *own, decays, host.links))
-        else:
+        make: Callable[..., HostChunk] = HostChunk
+        if store is not None:
             parts = tuple(piece.part(first, last) for piece in pieces)
-            chunks.append(DiskChunk(*where, *own, decays, host.links, store=store, pieces=parts))
+            make = partial(DiskChunk, store=store, pieces=parts)
+        own = (buffer[first:last] for buffer in buffers)
+        chunks.append(make(layout, start + first, *own, decays, host.links))
     return OptimizerShard(start, start + n, *buffers, num_matrix_elements, tuple(chunks))
 
 
