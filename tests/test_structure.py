@@ -68,7 +68,7 @@ ROOMS = {
     "megatron": (4, 1125),
     "models": (27, 3629),
     "objectives": (3, 306),
-    "parallel": (26, 7833),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "parallel": (26, 7835),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (60, 12000),  # servers that draw the answers, by their tokens/s
     "profile": (5, 1433),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow

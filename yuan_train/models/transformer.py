@@ -175,8 +175,7 @@ class Transformer(nn.Module):
         document_ranges: DocumentRanges | None = None,
         dropout_seed: DropoutSeed | None = None,
         parts: Parts | None = None,
-        first: int = 0,
-        last: int | None = None,
+        layers: tuple[int, int | None] = (0, None),
     ) -> Tensor:
         """Return the hidden state [B, S, H] after this part; after the final norm if it has the head.
 
@@ -189,9 +188,10 @@ class Transformer(nn.Module):
             dropout_seed: seed of the masks of `config.hidden_dropout`; None disables dropout.
             parts: is told of the parts of the forward, and keeps what the layers save for the backward; not
                 with compiled layers, nor with recompute `full`.
-            first: if not 0, begin with layer number `first` of this part, on the hidden state before it.
-            last: if given, end before layer number `last` of this part; all is kept for the backward.
+            layers: (first, last) of this part. If `first` is not 0, begin with that one, on the hidden state
+                before it; if `last` is given, end before that one, with all kept for the backward.
         """
+        first, last = layers
         x_BSH = self.embedding(x) if self.has_embedding and not first else x
         rotary, hidden = self._rotary(x_BSH, positions), self.layout.split(x_BSH)
         if parts is not None:

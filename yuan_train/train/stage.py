@@ -323,5 +323,5 @@ class PagedRunner(StageRunner):
         arguments = self._arguments(m, batch, training=training)
         with torch.set_grad_enabled(keeps):
             if part < self._steps.paging.num_pages:
-                return given, self._model(given, first=part, last=part + 1, **arguments)
-            return given, self._result(self._model(given, first=part, **arguments), batch)
+                return given, self._model(given, layers=(part, part + 1), **arguments)
+            return given, self._result(self._model(given, layers=(part, None), **arguments), batch)
