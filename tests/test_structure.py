@@ -66,7 +66,7 @@ ROOMS = {
     "hf_export": (3, 632),
     "machine": (8, 1198),
     "megatron": (4, 1125),
-    "models": (27, 3629),
+    "models": (27, 3630),
     "objectives": (3, 306),
     "parallel": (26, 7835),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (60, 12000),  # servers that draw the answers, by their tokens/s

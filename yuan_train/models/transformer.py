@@ -291,8 +291,9 @@ def _run(
         with policy.saving():
             return block(x, *inputs, policy, drop)
     # No op of a layer uses a random generator, so its state need not be saved.
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return cast(Tensor, checkpoint(block, x, *inputs, KeptDecision(), drop, **options))
+    policy = KeptDecision()
+    kept = checkpoint(block, x, *inputs, policy, drop, use_reentrant=False, preserve_rng_state=False)
+    return cast(Tensor, kept)
 
 
 def choose_ops(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> list[ops.Choice]:

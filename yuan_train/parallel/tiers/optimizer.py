@@ -370,15 +370,15 @@ def _away_shard(
         gradient = weights.new_empty(0)
         master, exp_avg, exp_avg_sq = (piece.tensor for piece in pieces)
     master.copy_(weights)
-    buffers = master, gradient, exp_avg, exp_avg_sq
     chunks: list[HostChunk] = []
     for first, last, decays in chunk_ranges(0, n, num_matrix_elements, store.chunk if store else CHUNK):
         make: Callable[..., HostChunk] = HostChunk
         if store is not None:
             parts = tuple(piece.part(first, last) for piece in pieces)
             make = partial(DiskChunk, store=store, pieces=parts)
-        own = (buffer[first:last] for buffer in buffers)
-        chunks.append(make(layout, start + first, *own, decays, host.links))
+        own = [buffer[first:last] for buffer in (master, gradient, exp_avg, exp_avg_sq)]
+        chunks.append(make(layout, start + first, *own, decays=decays, links=host.links))
+    buffers = master, gradient, exp_avg, exp_avg_sq
     return OptimizerShard(start, start + n, *buffers, num_matrix_elements, tuple(chunks))
 
 
