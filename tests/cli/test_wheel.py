@@ -34,7 +34,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler.chmod(0o755)
     more = {"CC": str(compiler)} if shutil.which("cc") else {}
     words = ("-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(source))
-    run("-m", "pip", "wheel", *words, **more)
+    run("-m", "pip", "wheel", *words, folder=None, path=None, **more)
     (wheel,) = wheels.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for name in ("model/qwen2.5-1.5b.yaml", "cluster/rtx-mix.yaml", "init/grpo.yaml", "schema/run.json"):
