@@ -14,7 +14,7 @@ from tests.support.project import make_plan, on_devices, run_config
 from yuan_train.cli.main import main
 from yuan_train.config.plan import Node
 from yuan_train.config.plan_constraints import save_plan
-from yuan_train.parallel.environment import CUDA_DEFAULTS, rank_defaults
+from yuan_train.parallel.environment import DEFAULTS, rank_defaults
 from yuan_train.supervise import launched
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
@@ -49,8 +49,9 @@ def test_cuda_defaults_leave_what_the_user_has_set() -> None:
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "RES_OPTIONS": "timeout:1 attempts:2",
     }
-    for names, _ in CUDA_DEFAULTS:
+    for names, _ in DEFAULTS:
         for name in names:
             assert rank_defaults({name: "own"}, local_ranks=1, num_cores=1).keys() == found.keys() - {
                 names[0]

@@ -34,7 +34,11 @@ ends this rank is told to the others, by itself or by those that have met it; be
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
-CUDA_DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
+NAMES = "RES_OPTIONS", "timeout:1 attempts:2"
+"""Torch's store looks up the name of each that comes, and answers nobody meanwhile: of a name server that is
+silent that takes 10 s or more each, after which other ranks take the store for another program."""
+
+DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
     # Loading a kernel at its first use waits for all that the card does, reductions of gradients among it.
     # Those are not part of the check that a schedule runs even if every step blocks: unlike pipelines, whose
     # ranks reduce with several others, could wait in a circle. It takes memory, which `profile` measures.
@@ -46,8 +50,9 @@ CUDA_DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
     # Torch prints the C++ frames of every connection that fails, above the line that says which rank is gone.
     (("TORCH_CPP_LOG_LEVEL",), "ERROR"),
+    ((NAMES[0],), NAMES[1]),
 )
-"""Variables, each with other names that the user may have set instead, and values; without effect on CPUs."""
+"""Variables, each with other names that the user may have set instead, and values."""
 
 
 def rank_defaults(given: Mapping[str, str], *, local_ranks: int, num_cores: int) -> dict[str, str]:
@@ -55,7 +60,7 @@ def rank_defaults(given: Mapping[str, str], *, local_ranks: int, num_cores: int)
 
     Threads serve the optimizer on the host, and all else that runs there: the ranks divide the cores.
     """
-    found = {names[0]: value for names, value in CUDA_DEFAULTS if not any(name in given for name in names)}
+    found = {names[0]: value for names, value in DEFAULTS if not any(name in given for name in names)}
     if OWN_THREADS in given:
         return found | {THREADS: given[OWN_THREADS]}
     if local_ranks > 1 and (THREADS not in given or _is_torchruns(given)):
