@@ -158,13 +158,18 @@ def test_who_leaves_frees_the_slot_for_who_waits() -> None:
 
 
 def test_a_lost_pipeline_ends_all() -> None:
+    was_asked = threading.Event()
+
     def lost(order: Order) -> list[Token]:
+        was_asked.set()
         raise LostRank("rank 1 is gone")
 
     pipeline, client = Pipeline(), Client()
     running = Running([1, 1], [pipeline, lost], queue=5)
-    pipeline.permits.release(1000)
     running.scheduler.submit([asked(0, 900), asked(1, 900)], client)
+    # Before that the first one ends no answer, and cannot take both.
+    assert was_asked.wait(20)
+    pipeline.permits.release(1000)
     # The other pipeline's words may come first.
     while client.error is None:
         assert client.changed.wait(20)
