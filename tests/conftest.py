@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.commands import ask, refuse  # noqa: F401
-from yuan_train.parallel.environment import NAMES
+from yuan_train.parallel.environment import NAME_LOOKUPS
 
 # An interpreter that a test starts would else compile the whole package, a second for each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Ranks that tests spawn have no launcher that sets it.
-os.environ.setdefault(*NAMES)
+os.environ.setdefault(*NAME_LOOKUPS)
 
 # Several processes on a busy machine: how long an example takes says nothing about the code.
 settings.register_profile(

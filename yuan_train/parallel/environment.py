@@ -34,7 +34,7 @@ ends this rank is told to the others, by itself or by those that have met it; be
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of a network interface."""
 
-NAMES = "RES_OPTIONS", "timeout:1 attempts:2"
+NAME_LOOKUPS = "RES_OPTIONS", "timeout:1 attempts:2"
 """Torch's store looks up the name of each that comes, and answers nobody meanwhile: of a name server that is
 silent that takes 10 s or more each, after which other ranks take the store for another program."""
 
@@ -50,7 +50,7 @@ DEFAULTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
     # Torch prints the C++ frames of every connection that fails, above the line that says which rank is gone.
     (("TORCH_CPP_LOG_LEVEL",), "ERROR"),
-    ((NAMES[0],), NAMES[1]),
+    ((NAME_LOOKUPS[0],), NAME_LOOKUPS[1]),
 )
 """Variables, each with other names that the user may have set instead, and values."""
 

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from yuan_train.config.errors import LostRank
-from yuan_train.parallel.environment import NAMES
+from yuan_train.parallel.environment import NAME_LOOKUPS
 
 POLL_SECONDS = 0.2
 """Between two looks at what others write."""
@@ -507,7 +507,7 @@ def note_end(store: dist.Store, node: str, *, is_gone: bool) -> None:
 
 def open_store(host: str, port: int) -> dist.TCPStore:
     """Hold the store of a supervised run. Raises LostRank if the port is taken."""
-    os.environ.setdefault(*NAMES)
+    os.environ.setdefault(*NAME_LOOKUPS)
     try:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
