@@ -280,7 +280,7 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
         try:
             while True:
                 signals.waits = True
-                agent = Agent(node, token, room.address(), free_port(room.address()))
+                agent = Agent(node, token, room.address, free_port(room.address))
                 current = (current and current.next(agent)) or room.enter(agent)
                 signals.waits = False
                 ended = room.ended() if current is None else _take_part(job, room, current, agent, signals)

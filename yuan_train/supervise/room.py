@@ -23,6 +23,7 @@ import pickle
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -145,7 +146,8 @@ class Room:
         """
         try:
             self._store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-            self._local = _address_towards(*address)
+            self.address = _address_towards(*address)
+            """This machine's, on the network of the store."""
         except (RuntimeError, OSError) as error:
             raise LostRank(f"{address[0]}:{address[1]}: no supervisor is there ({error})") from error
         # Each agent says itself where it is reached; torch need not open a second store on the first of them.
@@ -163,6 +165,8 @@ class Room:
             # The name of a participant, and no address: it is found again by it.
             local_addr=token,
         )
+        # Its timer joins itself, an error, if a heartbeat is the last to hold the handler: end that before.
+        weakref.finalize(self, self._handler._stop_heartbeats).atexit = False
 
     def enter(self, agent: Agent) -> Round | None:
         """Ask to take part, and wait for the next round; None: the run has ended meanwhile."""
@@ -205,10 +209,6 @@ class Room:
         with suppress(RendezvousConnectionError):
             while not met.wait(POLL_SECONDS) and not self._change_state(end_wait):
                 pass
-
-    def address(self) -> str:
-        """This machine's, on the network of the store."""
-        return self._local
 
     def waiting(self, nodes: Sequence[str], members: Sequence[str]) -> tuple[str, ...]:
         """Of the cluster's nodes those that wait to be let in, beside a round's members. Raises RuntimeError
