@@ -188,29 +188,21 @@ def _backward_blocks(
     return gradients
 
 
-@registration.register("yuan::causal_attention")
+def _empty_outputs(query: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads = query.shape[:3]
+    return query.new_empty(query.shape), query.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@registration.register("yuan::causal_attention", _empty_outputs)
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return _forward(query, key, value)
 
 
-@registration.register("yuan::causal_attention_backward")
+@registration.register("yuan::causal_attention_backward", "query key value")
 def _causal_attention_backward(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _backward_blocks(dy, query, key, value, y, normalizer)
-
-
-@_causal_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads, _ = query.shape
-    return query.new_empty(query.shape), query.new_empty(batch, heads, tokens, dtype=torch.float32)
-
-
-@_causal_attention_backward.register_fake
-def _(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -218,8 +210,6 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
     ctx.mark_non_differentiable(output[1])
 
 
+@_causal_attention.gradient(_save)
 def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _causal_attention_backward(dy, *ctx.saved_tensors)
-
-
-_causal_attention.register_autograd(_backward, setup_context=_save)

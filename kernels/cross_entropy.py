@@ -161,7 +161,19 @@ def _check_loss_gradient(scale: Tensor, expected: float) -> None:
 # --- registration: without a main gradient and a sharded vocabulary ----------------------------------------
 
 
-@registration.register("yuan::linear_cross_entropy")
+def _empty_sums(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int, *needs: bool
+) -> tuple[Tensor, ...]:
+    shapes = ((), *(x.shape if need else (0,) for x, need in zip((hidden, weight), needs, strict=True)))
+    return tuple(hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype)) for shape in shapes)
+
+
+def _empty_losses(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    losses = hidden.new_empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype))
+    return losses, torch.empty_like(losses)
+
+
+@registration.register("yuan::linear_cross_entropy", _empty_sums)
 def _sum_op(
     hidden: Tensor,
     weight: Tensor,
@@ -178,7 +190,7 @@ def _sum_op(
     return loss, dhidden, dweight
 
 
-@registration.register("yuan::token_losses")
+@registration.register("yuan::token_losses", _empty_losses)
 def _token_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -186,7 +198,7 @@ def _token_op(
     return token_losses(hidden, weight, targets, options)
 
 
-@registration.register("yuan::token_losses_backward")
+@registration.register("yuan::token_losses_backward", "hidden weight")
 def _token_backward_op(
     scale: Tensor,
     hidden: Tensor,
@@ -202,43 +214,6 @@ def _token_backward_op(
     return gradients[0], gradients[1]
 
 
-@_sum_op.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    chunk_size: int,
-    needs_hidden: bool,
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    acc_dtype = accumulation_dtype(hidden.dtype)
-    shapes = hidden.shape if needs_hidden else (0,), weight.shape if needs_weight else (0,)
-    dhidden, dweight = (hidden.new_empty(shape, dtype=acc_dtype) for shape in shapes)
-    return hidden.new_empty((), dtype=acc_dtype), dhidden, dweight
-
-
-@_token_op.register_fake
-def _(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    losses = hidden.new_empty(hidden.shape[0], dtype=accumulation_dtype(hidden.dtype))
-    return losses, torch.empty_like(losses)
-
-
-@_token_backward_op.register_fake
-def _(
-    scale: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    normalizer: Tensor,
-    ignore_index: int,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
-
-
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, *_, needs_hidden, needs_weight = inputs
     ctx.dtypes = (hidden.dtype, weight.dtype)
@@ -246,6 +221,7 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.mark_non_differentiable(*output[1:])
 
 
+@_sum_op.gradient(_save_sum)
 def _sum_backward(ctx: Any, scale: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return *_scaled(ctx.saved_tensors, scale, ctx.dtypes), None, None, None, None, None
 
@@ -256,11 +232,8 @@ def _save_tokens(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.mark_non_differentiable(output[1])
 
 
+@_token_op.gradient(_save_tokens)
 def _tokens_backward(ctx: Any, scale: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     gradients = _token_backward_op(scale, *ctx.saved_tensors, *ctx.sizes)
     needed = zip(gradients, ctx.needs_input_grad[:2], strict=True)
     return *(g if need else None for g, need in needed), None, None, None
-
-
-_sum_op.register_autograd(_sum_backward, setup_context=_save_sum)
-_token_op.register_autograd(_tokens_backward, setup_context=_save_tokens)

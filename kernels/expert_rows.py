@@ -34,22 +34,26 @@ def combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     return _combine_rows(rows, weights, order)
 
 
-@registration.register("yuan::expert_rows")
+@registration.register("yuan::expert_rows", lambda x, order, slots: x.new_empty(order.shape[0], x.shape[1]))
 def _expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
     return x.index_select(0, order // slots)
 
 
-@registration.register("yuan::sum_slots")
+@registration.register(
+    "yuan::sum_slots", lambda rows, order, tokens, slots: rows.new_empty(tokens, rows.shape[1])
+)
 def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
     return reference.sum_slots(rows, order, tokens, slots)
 
 
-@registration.register("yuan::combine_rows")
+@registration.register(
+    "yuan::combine_rows", lambda rows, weights, order: rows.new_empty(weights.shape[0], rows.shape[1])
+)
 def _combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     return reference.combine_rows(rows, weights, order)
 
 
-@registration.register("yuan::combine_rows_backward")
+@registration.register("yuan::combine_rows_backward", "rows weights")
 def _combine_backward(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     dy_rows = dy.index_select(0, order // weights.shape[1])
     dweights = torch.zeros(weights.shape, dtype=weights.dtype, device=weights.device)
@@ -59,43 +63,17 @@ def _combine_backward(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) 
     return dy_rows * weights.flatten()[order].to(rows.dtype).unsqueeze(-1), dweights
 
 
-@_expert_rows.register_fake
-def _(x: Tensor, order: Tensor, slots: int) -> Tensor:
-    return x.new_empty(order.shape[0], x.shape[1])
-
-
-@_sum_slots.register_fake
-def _(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
-    return rows.new_empty(tokens, rows.shape[1])
-
-
-@_combine_rows.register_fake
-def _(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    return rows.new_empty(weights.shape[0], rows.shape[1])
-
-
-@_combine_backward.register_fake
-def _(dy: Tensor, rows: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-
-
 def _save_copies(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, order, ctx.slots = inputs
     ctx.tokens = x.shape[0]
     ctx.save_for_backward(order)
 
 
+@_expert_rows.gradient(_save_copies)
 def _copies_backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
     return _sum_slots(drows, *ctx.saved_tensors, ctx.tokens, ctx.slots), None, None
 
 
-def _save_sums(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
+@_combine_rows.gradient()
 def _sums_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *_combine_backward(dy, *ctx.saved_tensors), None
-
-
-_expert_rows.register_autograd(_copies_backward, setup_context=_save_copies)
-_combine_rows.register_autograd(_sums_backward, setup_context=_save_sums)

@@ -33,7 +33,9 @@ def add_grouped_products_(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence
         products.add_product_(total[group], dy[rows].T, x[rows])
 
 
-@registration.register("yuan::grouped_linear")
+@registration.register(
+    "yuan::grouped_linear", lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1])
+)
 def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     shape = math.gcd(weight.shape[1], weight.shape[2])
     name = dispatch.choose(
@@ -52,7 +54,10 @@ def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     return loop(x, weight, counts)
 
 
-@registration.register("yuan::grouped_weight_gradient")
+@registration.register(
+    "yuan::grouped_weight_gradient",
+    lambda dy, x, counts: x.new_empty(len(counts), dy.shape[1], x.shape[1]),
+)
 def _weight_gradient(dy: Tensor, x: Tensor, counts: list[int]) -> Tensor:
     gradient = torch.zeros(len(counts), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     for rows, group in _groups(counts):
@@ -91,21 +96,12 @@ def _groups(counts: Sequence[int]) -> Iterator[tuple[slice, int]]:
         first += count
 
 
-@_grouped_linear.register_fake
-def _(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
-
-
-@_weight_gradient.register_fake
-def _(dy: Tensor, x: Tensor, counts: list[int]) -> Tensor:
-    return x.new_empty(len(counts), dy.shape[1], x.shape[1])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ctx.counts = inputs
     ctx.save_for_backward(x, weight)
 
 
+@_grouped_linear.gradient(_save)
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
@@ -114,6 +110,3 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         _weight_gradient(dy, x, ctx.counts) if needs_weight else None,
         None,
     )
-
-
-_grouped_linear.register_autograd(_backward, setup_context=_save)

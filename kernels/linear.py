@@ -39,20 +39,15 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return _wide_linear(x, weight)
 
 
-@registration.register("yuan::wide_linear")
+@registration.register(
+    "yuan::wide_linear",
+    lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32),
+)
 def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     return products.linear(_rows(x).float(), weight.float()).view(*x.shape[:-1], weight.shape[0])
 
 
-@_wide_linear.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32)
-
-
-def _save_wide(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
+@_wide_linear.gradient()
 def _wide_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     x, weight = ctx.saved_tensors
     rows = _rows(dy)
@@ -61,17 +56,9 @@ def _wide_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     return op(dy, weight.T.float(), None).to(x.dtype), dweight.to(weight.dtype)
 
 
-_wide_linear.register_autograd(_wide_backward, setup_context=_save_wide)
-
-
-@registration.register("yuan::linear")
+@registration.register("yuan::linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return products.linear(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-
-@_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -84,6 +71,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x, weight)
 
 
+@_linear.gradient(_save)
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
@@ -93,6 +81,3 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         op(rows.T, _rows(x).T, None) if needs_weight else None,
         rows.sum(dim=0) if needs_bias else None,
     )
-
-
-_linear.register_autograd(_backward, setup_context=_save)

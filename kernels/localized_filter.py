@@ -346,7 +346,21 @@ def _interleave(older: Tensor, newer: Tensor) -> Tensor:
 # --- registration ------------------------------------------------------------------------------------------
 
 
-@registration.register("yuan::localized_filter")
+def _empty_outputs(x: Tensor, conv1_weight: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:2], 2 * conv1_weight.shape[0])
+
+
+def _empty_data_gradient(dy: Tensor, conv1_weight: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
+    return *_empty_outputs(dy, conv1_weight), dy.new_empty(dy.shape[0], conv1_weight.shape[0])
+
+
+def _empty_weight_gradient(x: Tensor, taps: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    hidden, channels = x.shape[-1], taps.shape[-1] // 2
+    shapes = (channels, hidden, 2), (channels,), (hidden, channels, 2), (hidden,)
+    return tuple(x.new_empty(shape) for shape in shapes)
+
+
+@registration.register("yuan::localized_filter", _empty_outputs)
 def _filter(
     x: Tensor,
     conv1_weight: Tensor,
@@ -362,48 +376,18 @@ def _filter(
     return sandwich_forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
 
 
-@registration.register("yuan::localized_filter_data_gradient")
+@registration.register("yuan::localized_filter_data_gradient", _empty_data_gradient)
 def _filter_data_gradient(
     dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, document_start: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     return data_gradient(dy, conv1_weight, conv2_weight, document_start)
 
 
-@registration.register("yuan::localized_filter_weight_gradient")
+@registration.register("yuan::localized_filter_weight_gradient", _empty_weight_gradient)
 def _filter_weight_gradient(
     x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight_gradient(x, taps, dz, dy)
-
-
-@_filter.register_fake
-def _(
-    x: Tensor, conv1_weight: Tensor, conv1_bias: Any, conv2_weight: Any, conv2_bias: Any, *_: Any
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:2], 2 * conv1_weight.shape[0])
-
-
-@_filter_data_gradient.register_fake
-def _(
-    dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, document_start: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    channels = conv1_weight.shape[0]
-    return (
-        dy.new_empty(dy.shape),
-        dy.new_empty(*dy.shape[:2], 2 * channels),
-        dy.new_empty(dy.shape[0], channels),
-    )
-
-
-@_filter_weight_gradient.register_fake
-def _(x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    hidden, channels = x.shape[-1], taps.shape[-1] // 2
-    return (
-        x.new_empty(channels, hidden, 2),
-        x.new_empty(channels),
-        x.new_empty(hidden, channels, 2),
-        x.new_empty(hidden),
-    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -412,6 +396,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.mark_non_differentiable(output[1])
 
 
+@_filter.gradient(_save)
 def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     x, taps, conv1_weight, conv2_weight, document_start, u_before = ctx.saved_tensors
     needs_x, *needs_weights, _, _, _ = ctx.needs_input_grad
@@ -446,6 +431,3 @@ def _gradients_before(
         return du_before, weights
     share = torch.stack((dolder.T @ u_before, torch.zeros_like(conv1_weight[:, :, 0])), dim=-1)
     return du_before, (weights[0] + share, *weights[1:])
-
-
-_filter.register_autograd(_backward, setup_context=_save)

@@ -37,14 +37,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float)
     return _add_rms_norm(x, residual, weight, epsilon)[:2]
 
 
-@registration.register("yuan::rms_norm")
+def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(y like x, r [T])."""
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=accumulation_dtype(x.dtype))
+
+
+@registration.register("yuan::rms_norm", lambda x, weight, epsilon: _empty(x))
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return (y like x, r [T])."""
     y, _, scale = _forward(x, None, weight, epsilon)
     return y, scale
 
 
-@registration.register("yuan::add_rms_norm")
+@registration.register(
+    "yuan::add_rms_norm",
+    lambda x, residual, weight, epsilon: (x.new_empty(x.shape), *_empty(x)),
+)
 def _add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +60,7 @@ def _add_rms_norm(
     return _forward(x, residual, weight, epsilon)
 
 
-@registration.register("yuan::rms_norm_backward")
+@registration.register("yuan::rms_norm_backward", "s weight")
 def _rms_norm_backward(
     dy: Tensor, bypass: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -147,27 +155,6 @@ def _buffers(x: Tensor, count: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.empty(_block_rows(x), x.shape[1], dtype=dtype, device=x.device) for _ in range(count)]
 
 
-@_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    return _fake(x)
-
-
-@_add_rms_norm.register_fake
-def _(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    y, scale = _fake(x)
-    return y, torch.empty_like(y), scale
-
-
-@_rms_norm_backward.register_fake
-def _(dy: Tensor, bypass: Tensor | None, s: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return _fake(s)[0], torch.empty_like(weight)
-
-
-def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return y, x.new_empty(x.shape[:-1].numel(), dtype=accumulation_dtype(x.dtype))
-
-
 def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _ = inputs
     ctx.save_for_backward(x, weight, output[1])
@@ -181,11 +168,13 @@ def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@_rms_norm.gradient(_save_norm)
 def _norm_backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     ds, dw = _rms_norm_backward(dy, None, *ctx.saved_tensors)
     return ds, dw, None
 
 
+@_add_rms_norm.gradient(_save_add_norm)
 def _add_norm_backward(
     ctx: Any, dy: Tensor | None, bypass: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
@@ -193,7 +182,3 @@ def _add_norm_backward(
         return bypass, bypass, None, None
     ds, dw = _rms_norm_backward(dy, bypass, *ctx.saved_tensors)
     return ds, ds, dw, None
-
-
-_rms_norm.register_autograd(_norm_backward, setup_context=_save_norm)
-_add_rms_norm.register_autograd(_add_norm_backward, setup_context=_save_add_norm)

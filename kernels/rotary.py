@@ -23,7 +23,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotary(x, cos, sin, False)
 
 
-@registration.register("yuan::rotary")
+@registration.register("yuan::rotary", "x")
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return x rotated by the tables' angles, or by their opposites if `inverse`."""
     if x.device.type != "cpu" and dispatch.implementation("rotary", x) == "triton":
@@ -59,18 +59,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
         y[..., 2 * half :] = x[..., 2 * half :]
 
 
-@_rotary.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cos, sin, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
 
+@_rotary.gradient(_save)
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _rotary(dy, *ctx.saved_tensors, not ctx.inverse), None, None, None
-
-
-_rotary.register_autograd(_backward, setup_context=_save)

@@ -36,13 +36,15 @@ def attention_router_weights(products: Tensor, chosen: Tensor) -> Tensor:
     return _weights(products, chosen)
 
 
-@registration.register("yuan::attention_router_weights")
+@registration.register(
+    "yuan::attention_router_weights", lambda products, chosen: products.new_empty(chosen.shape)
+)
 def _weights(products: Tensor, chosen: Tensor) -> Tensor:
     found = [_attend(products[rows], chosen[rows])[0] for rows in _blocks(products)]
     return torch.cat(found).softmax(dim=-1)
 
 
-@registration.register("yuan::attention_router_backward")
+@registration.register("yuan::attention_router_backward", "products")
 def _weights_backward(dw: Tensor, w: Tensor, products: Tensor, chosen: Tensor) -> Tensor:
     gradient = torch.empty(products.shape, dtype=products.dtype, device=products.device)
     dp = w * (dw - (dw * w).sum(dim=-1, keepdim=True))
@@ -71,22 +73,10 @@ def _blocks(products: Tensor) -> Iterator[slice]:
     return (slice(first, first + _TOKENS) for first in range(0, max(tokens, 1), _TOKENS))
 
 
-@_weights.register_fake
-def _(products: Tensor, chosen: Tensor) -> Tensor:
-    return products.new_empty(chosen.shape)
-
-
-@_weights_backward.register_fake
-def _(dw: Tensor, w: Tensor, products: Tensor, chosen: Tensor) -> Tensor:
-    return products.new_empty(products.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(output, *inputs)
 
 
+@_weights.gradient(_save)
 def _backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
     return _weights_backward(dw, *ctx.saved_tensors), None
-
-
-_weights.register_autograd(_backward, setup_context=_save)

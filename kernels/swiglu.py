@@ -26,7 +26,7 @@ def swiglu(x: Tensor) -> Tensor:
     return _swiglu(x)
 
 
-@registration.register("yuan::swiglu")
+@registration.register("yuan::swiglu", lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 def _swiglu(x: Tensor) -> Tensor:
     if x.device.type == "cpu" and x.numel() <= BLOCK and x.dtype == accumulation_dtype(x.dtype):
         gate, value = x.chunk(2, dim=-1)
@@ -42,7 +42,7 @@ def _swiglu(x: Tensor) -> Tensor:
     return y
 
 
-@registration.register("yuan::swiglu_backward")
+@registration.register("yuan::swiglu_backward", "x")
 def _swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat_dy, flat_x, flat_dx = _rows(dy), _rows(x), _rows(dx)
@@ -77,22 +77,6 @@ def _backward_blocks(dy: Tensor, x: Tensor, dx: Tensor) -> None:
         dgate.copy_((1 - scale).mul_(gate).add_(1).mul_(dscaled).mul_(value))
 
 
-@_swiglu.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-
-
-@_swiglu_backward.register_fake
-def _(dy: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
+@_swiglu.gradient()
 def _backward(ctx: Any, dy: Tensor) -> Tensor:
     return _swiglu_backward(dy, *ctx.saved_tensors)
-
-
-_swiglu.register_autograd(_backward, setup_context=_save)
