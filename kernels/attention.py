@@ -33,8 +33,18 @@ _CONVERTED = 1 << 20
 """Elements of each operand that the backward converts to fp32 at once: 4 MB."""
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, ranges: DocumentRanges | None) -> Tensor:
-    """Return the heads' outputs; arguments and result as in `ops.causal_attention`."""
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, document_ranges: DocumentRanges | None = None
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(D)) v [B, S, N, D]; no token sees a later one.
+
+    `query` is [B, S, N, D], `key` and `value` are [B, S, M, D]: each of the M key-value heads is read by N/M
+    query heads (grouped queries).
+
+    With `document_ranges` tokens also see only their own document: half-open ranges of the B * S flattened
+    tokens, in order and without gaps, none across two sequences.
+    """
+    ranges = document_ranges
     if ranges is None:
         return _attend(query, key, value)
     if not ranges:
@@ -104,13 +114,15 @@ def whole_form(device: torch.device, dtype: torch.dtype) -> str:
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if _needs_own_backward(query, key, value):
         return _causal_attention(query, key, value)[0]
-    return masked_attention(query, key, value, None, is_causal=True)
+    return masked_attention(query, key, value, None)
 
 
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, *, is_causal: bool
-) -> Tensor:
-    """Torch's attention; arguments and result as in `ops.masked_attention`."""
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+    """Return the attention [B, S, N, D] of query [B, S, N, D] to P tokens, key and value [B, P, M, D].
+
+    `visible` is bool [B or 1, 1, S, P], True where a token attends to another, or in query's dtype what is
+    added to the products (0, -inf); None: to all that are not later.
+    """
     if query.shape[2] != key.shape[2] and whole_form(query.device, query.dtype) == "repeated":
         key, value = _for_every_head(query, key, value)
     heads = F.scaled_dot_product_attention(
@@ -118,7 +130,7 @@ def masked_attention(
         key.transpose(1, 2),
         value.transpose(1, 2),
         attn_mask=visible,
-        is_causal=is_causal,
+        is_causal=visible is None,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return heads.transpose(1, 2)

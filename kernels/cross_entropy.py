@@ -25,7 +25,7 @@ from yuan_kernels.cross_entropy_blocks import (
     token_losses,
     token_losses_backward,
 )
-from yuan_kernels.reference import Reduction, accumulation_dtype
+from yuan_kernels.reference import Reduction, accumulation_dtype, check_shape
 
 
 def linear_cross_entropy(
@@ -37,10 +37,49 @@ def linear_cross_entropy(
     reduction: Reduction = "sum",
     chunk_size: int | None = None,
     main_gradient: Tensor | None = None,
-    gradient_scale: float = 1.0,
+    gradient_scale: float | None = None,
     vocabulary: tuple[int, Exchange] | None = None,
 ) -> Tensor:
-    """Return the cross-entropy of hidden weight^T against targets; arguments as in `ops`."""
+    """Return the cross-entropy of the logits hidden weight^T without storing all logits at once.
+
+    Args:
+        hidden: [T, H], T may be 0.
+        weight: [V, H], in hidden's dtype.
+        targets: int64 [T]; tokens whose target is `ignore_index` have loss 0 and no gradient.
+        reduction: `sum` over the tokens (gradients are computed in the forward), or `none` for the loss of
+            each token (the backward computes the logits again).
+        chunk_size: tokens whose logits exist at once; None chooses by device and dtype.
+        main_gradient: [V, H], fp32 (fp64 for fp64). The forward adds the weight's gradient to it, and
+            autograd gives `weight` none. Only with `sum`. Unchanged if gradients are disabled, and with
+            `YUAN_KERNELS=reference`, where autograd computes the weight's gradient as usual.
+        gradient_scale: with `main_gradient`, the gradient of this op's result that the backward will receive
+            (1 / trained tokens of the step), as the forward needs it. The backward refuses another one.
+        vocabulary: (first_row, exchange) if `weight` holds only the words [first_row, first_row + V) of a
+            vocabulary sharded over ranks. `exchange(local_logsumexp [t], local_target_logit [t])` starts an
+            all-gather of both over the ranks and returns a function that waits and returns both, [ranks, t]
+            each. It is called once per block of t tokens, so `chunk_size` must be equal on all ranks. The
+            loss is then the same on all ranks; hidden's gradient is partial, and the caller sums it over
+            the ranks.
+
+    Returns:
+        fp32 (fp64 for fp64): a scalar for `sum`, [T] for `none`.
+
+    Raises:
+        ValueError: a shape, a dtype or the reduction is wrong; in the backward, the gradient of the loss is
+            not `gradient_scale` (on CUDA: a device-side assertion).
+    """
+    check_shape("targets", targets, hidden.shape[:1])
+    check_shape("weight", weight, (weight.shape[0], hidden.shape[-1]))
+    if weight.dtype != hidden.dtype:
+        raise ValueError(f"weight is {weight.dtype} and hidden {hidden.dtype}; give both the same dtype")
+    if reduction not in ("sum", "none"):
+        raise ValueError(f"reduction {reduction!r} is unknown; use 'sum' or 'none'")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size {chunk_size} is not positive")
+    if (main_gradient is None) != (gradient_scale is None):
+        raise ValueError("main_gradient and gradient_scale belong together; give both or neither")
+    if main_gradient is not None:
+        _check_main_gradient(main_gradient, weight, reduction)
     chunk_size = chunk_size or _default_chunk(hidden)
     if dispatch.reference_selected() and vocabulary is None:
         main_gradient = None
@@ -53,13 +92,24 @@ def linear_cross_entropy(
         first_row=first_row,
         exchange=exchange,
         main_gradient=main_gradient if torch.is_grad_enabled() else None,
-        gradient_scale=gradient_scale,
+        gradient_scale=1.0 if gradient_scale is None else gradient_scale,
     )
     if not torch.is_grad_enabled():
         # Under no_grad `needs_input_grad` is still set: detach, so that no gradient is computed.
         hidden, weight = hidden.detach(), weight.detach()
     function = _TokenLosses if reduction == "none" else _LossSum
     return function.apply(hidden, weight, targets, options)  # type: ignore[no-any-return]
+
+
+def _check_main_gradient(main_gradient: Tensor, weight: Tensor, reduction: Reduction) -> None:
+    check_shape("main_gradient", main_gradient, tuple(weight.shape))
+    expected = accumulation_dtype(weight.dtype)
+    if main_gradient.dtype != expected:
+        raise ValueError(f"main_gradient is {main_gradient.dtype}; for {weight.dtype} it must be {expected}")
+    if reduction != "sum":
+        raise ValueError(
+            "main_gradient goes with reduction 'sum': with 'none' gradients are computed in the backward"
+        )
 
 
 def _registered(

@@ -31,7 +31,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -156,6 +156,28 @@ def find(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> Choic
 
 _fallen: dict[tuple[str, str, torch.dtype, str], Choice] = {}
 """What stands in place of choices of this process, as `choose` keeps those."""
+
+
+def choices(device: torch.device, dtype: torch.dtype, *, hidden: int, head_dim: int = 64) -> list[Choice]:
+    """Return the implementation of each op on a device, with the reasons.
+
+    For rows of `hidden` elements, and for heads of `head_dim`.
+    """
+    rows = {op: (hidden,) for op in OPS} | {"document_attention": (head_dim,)}
+    return choose_all(device, dtype, rows)
+
+
+def choose_all(device: torch.device, dtype: torch.dtype, rows: Mapping[str, Sequence[int]]) -> list[Choice]:
+    """Choose the implementation of ops on a device, for the lengths of the rows that each will be given.
+
+    To be called before the first forward: tests and Triton's compilation then stay out of it. What was chosen
+    before is known. For the ops by name see `OPS`.
+    """
+    if reference_selected():
+        reason = "YUAN_KERNELS=reference selects the definitions"
+        return [Choice(op, str(device), dtype, "any", "reference", reason) for op in rows]
+    found = {(op, shape_class(op, row)): None for op, lengths in rows.items() for row in lengths}
+    return [find(op, device, dtype, shape) for op, shape in found]
 
 
 def fall_back(choice: Choice, reason: str) -> None:

@@ -21,14 +21,21 @@ from yuan_kernels.reference import accumulation_dtype
 
 
 def expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
-    """Return the copies [R, H]; arguments and result as in `ops.expert_rows`."""
+    """Return copies [R, H] of the tokens x [T, H], one for each slot in `order`, int64 [R].
+
+    Each token has `slots` of them: slot t * slots + k is token t's k-th. A slot is in `order` at most once.
+    """
     if dispatch.reference_selected():
         return reference.expert_rows(x, order, slots)
     return _expert_rows(x, order, slots)
 
 
 def combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Return the sums [T, H]; arguments and result as in `ops.combine_rows`."""
+    """Return [T, H]: for each token its slots' rows times their weights [T, K], added in slot order.
+
+    `rows` [R, H] are those of the slots in `order`; slots that are not there count as zero. Weights and each
+    product are rounded to the rows' dtype, as published.
+    """
     if dispatch.reference_selected():
         return reference.combine_rows(rows, weights, order)
     return _combine_rows(rows, weights, order)

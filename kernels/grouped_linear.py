@@ -18,17 +18,35 @@ from typing import Any
 import torch
 from torch import Tensor
 from yuan_kernels import dispatch, products, reference, registration
+from yuan_kernels.reference import check_shape
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return each group's rows times its matrix; arguments and result as in `ops.grouped_linear`."""
+    """Return x_e weight_e^T [R, N] of rows x [R, K] in E groups, and matrices weight [E, N, K].
+
+    Group e has the next counts[e] rows, of which there may be none. Counts are integers of the host, so that
+    no group's size is read from a device. In 16 bits and fp32 as `linear` rounds.
+
+    Raises:
+        ValueError: there is not one count for each matrix, or they do not sum to the rows.
+    """
+    if weight.dim() != 3 or len(counts) != weight.shape[0] or sum(counts) != x.shape[0]:
+        raise ValueError(
+            f"{len(counts)} counts of {sum(counts)} rows in all; wanted one for each matrix of weight "
+            f"{list(weight.shape)}, and the rows of x {list(x.shape)}"
+        )
+    check_shape("x", x, (x.shape[0], weight.shape[2]))
     if dispatch.reference_selected():
         return reference.grouped_linear(x, weight, counts)
     return _grouped_linear(x, weight, list(counts))
 
 
+@torch.no_grad()
 def add_grouped_products_(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-    """total [E, N, K] += dy_e^T x_e for each group; arguments as in `ops.add_grouped_products_`."""
+    """Add dy_e^T x_e to total[e] for each group, in place: the weights' gradient of `grouped_linear`.
+
+    `total` is [E, N, K], dy [R, N], x [R, K]; precisions as in `add_product_`.
+    """
     for rows, group in _groups(counts):
         products.add_product_(total[group], dy[rows].T, x[rows])
 

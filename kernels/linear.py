@@ -16,7 +16,11 @@ from yuan_kernels import dispatch, products, reference, registration
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b; arguments and result as in `ops.linear`."""
+    """Return x weight^T + bias [..., N] of x [..., K], weight [N, K] and bias [N].
+
+    Torch's, except on CPUs where torch's is slow: bf16 without instructions for it goes through fp32 blocks
+    and is rounded once, large fp32 products may go through oneDNN (see `products.py`).
+    """
     is_torchs = products.is_small(x, weight.shape[0]) and not torch.compiler.is_compiling()
     if is_torchs or dispatch.reference_selected() or not _may_replace_torch(x, weight.shape[0]):
         return F.linear(x, weight, bias)
@@ -30,7 +34,10 @@ def _may_replace_torch(x: Tensor, columns: int) -> bool:
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T in fp32 (fp64 for fp64); arguments and result as in `ops.wide_linear`."""
+    """Return x weight^T [..., N] in fp32 (fp64 for fp64) of x [..., K] and weight [N, K].
+
+    For operands of 16 bits nothing is rounded before or after the product but their gradients.
+    """
     wide = reference.accumulation_dtype(x.dtype)
     if x.dtype == wide:
         return linear(x, weight)

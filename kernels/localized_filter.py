@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from yuan_kernels import dispatch, products, reference, registration
 from yuan_kernels.linear import linear
-from yuan_kernels.reference import FilterState
+from yuan_kernels.reference import FilterState, check_shape
 
 _BLOCK = 256
 """Tokens of a block: enough for the products to run at full speed, few enough for the cache."""
@@ -52,7 +52,29 @@ def localized_filter(
     document_start: Tensor | None = None,
     before: FilterState | None = None,
 ) -> Tensor:
-    """Return both convolutions over whole sequences; arguments and result as in `ops.localized_filter`."""
+    """Return the two causal convolutions of Yuan 2.0's attention, before residual and norm.
+
+    c[t] = A0 x[t-1] + A1 x[t] + a,  d[t] = B0 c[t-1] + B1 c[t] + b; x[-1] = 0 and c[-1] = 0
+    (IEIT-Yuan/Yuan-2.0:megatron/model/transformer.py:395).
+
+    Args:
+        x: [B, S, H]; may be non-contiguous, empty, or of one token.
+        conv1_weight: [n, H, 2] with n = H/2 channels, or a shard of them; last index 0 is the older token.
+        conv1_bias: [n].
+        conv2_weight: [H, n, 2].
+        conv2_bias: [H]; None adds none, for a caller that sums the outputs of shards and adds it once.
+        document_start: bool [B, S], True where a token begins a document: the terms of t-1 are absent
+            there, and no value of another document can change a bit of this one. None resets nothing.
+        before: (u [B, H], c [B, n]) of the token before x[:, 0], if x continues a sequence;
+            `localized_filter_state` computes it. Both get gradients. None: x begins the sequence.
+
+    Returns:
+        d, [B, S, H] in x's dtype.
+
+    Raises:
+        ValueError: a shape does not fit the others, or document_start is not bool.
+    """
+    _check(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
     weights = conv1_weight, conv1_bias, conv2_weight, conv2_bias
     if dispatch.reference_selected():
         state = reference.empty_filter_state(x, conv1_weight) if before is None else before
@@ -70,11 +92,18 @@ def localized_filter_step(
     *,
     document_start: Tensor | None = None,
 ) -> tuple[Tensor, FilterState]:
-    """Return both convolutions over the next tokens; arguments and result as in `ops.localized_filter_step`.
+    """Return the filter of the next tokens x [B, S, H] of a sequence, and the state after them.
 
-    Older and newer tokens are interleaved as the weights store their taps. That copies a few tokens instead
-    of both weights; for one token, copying the weights would take most of the time.
+    `state` is (u_last [B, H], c_last [B, n]) of the token before; both zero before the first token. S may
+    be any length, so a prefix can be processed in chunks; the results equal those of `localized_filter` over
+    the whole sequence. Other arguments and errors as there.
     """
+    _check(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, state)
+    if dispatch.reference_selected():
+        weights = conv1_weight, conv1_bias, conv2_weight, conv2_bias
+        return reference.localized_filter_step(x, state, *weights, document_start=document_start)
+    # Older and newer tokens are interleaved as the weights store their taps. That copies a few tokens instead
+    # of both weights; for one token, copying the weights would take most of the time.
     u_before, c_before = state
     c = _interleaved_taps(x, u_before, document_start, conv1_weight, conv1_bias)
     y = _interleaved_taps(c, c_before, document_start, conv2_weight, conv2_bias)
@@ -86,13 +115,41 @@ def localized_filter_step(
 def localized_filter_state(
     x_tail: Tensor, conv1_weight: Tensor, conv1_bias: Tensor, *, document_start: Tensor | None = None
 ) -> FilterState:
-    """Return the state after the last of two tokens, as in `ops.localized_filter_state`."""
+    """Return the state (u [B, H], c [B, n]) after x_tail [B, 2, H], the last two tokens of a sequence part.
+    With a sequence split over devices (context parallelism), the state is the halo: the device that holds a
+    part sends it to the device that holds the next part, which passes it to `localized_filter` as `before`.
+    It needs no other result, so it can be sent first. Autograd propagates its gradient to x_tail and the
+    weights. Every part but the last has at least two tokens. `document_start` is bool [B, 2], for x_tail.
+
+    Raises:
+        ValueError: x_tail is not [B, 2, H].
+    """
+    check_shape("x_tail", x_tail, (x_tail.shape[0], 2, x_tail.shape[-1]))
     starts = None if document_start is None else document_start[:, 1:]
     c = _interleaved_taps(x_tail[:, 1:], x_tail[:, 0], starts, conv1_weight, conv1_bias)
     return x_tail[:, 1], c[:, 0]
 
 
-def sandwich_forward(
+@torch.no_grad()
+def localized_filter_forward(
+    x: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor | None,
+    *,
+    document_start: Tensor | None = None,
+    before: FilterState | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (y [B, S, H], taps [B, S, 2n]): `localized_filter` for a caller that splits the backward.
+
+    The call is not recorded by autograd. Arguments and errors as in `localized_filter`.
+    """
+    _check(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
+    return _forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
+
+
+def _forward(
     x: Tensor,
     conv1_weight: Tensor,
     conv1_bias: Tensor,
@@ -121,15 +178,14 @@ def sandwich_forward(
     return F.linear(taps, stacked2, conv2_bias), taps
 
 
-def data_gradient(
-    dy: Tensor,
-    conv1_weight: Tensor,
-    conv2_weight: Tensor,
-    document_start: Tensor | None = None,
+@torch.no_grad()
+def localized_filter_data_gradient(
+    dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, *, document_start: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dx [B, S, H], dz [B, S, 2n], p_first [B, n]); `weight_gradient` needs dz.
+    """Return (dx [B, S, H], dz [B, S, 2n], dc_before [B, n]) of the gradient dy [B, S, H].
 
-    p_first is k[0] p[0], the gradient of c before the first token. Ignore it if there was no state before.
+    dz is for `localized_filter_weight_gradient`; dc_before is the gradient of before[1], if the forward had
+    one. (That of before[0] is dz[:, 0, n:] conv1_weight[:, :, 0], or 0 at a document's start.)
     """
     stacked1, stacked2 = _stack_conv1(conv1_weight), _stack_conv2(conv2_weight)
     implementation = dispatch.implementation("localized_filter", dy)
@@ -145,13 +201,14 @@ def data_gradient(
     return dz @ stacked1, dz, _first_p(dtaps, document_start)
 
 
-def weight_gradient(
-    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor, dtype: torch.dtype | None = None
+@torch.no_grad()
+def localized_filter_weight_gradient(
+    x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of conv1.weight, conv1.bias, conv2.weight and conv2.bias, in `dtype` (None: x's).
+    """Return the gradients of conv1_weight, conv1_bias, conv2_weight and conv2_bias, in `dtype` (None: x's).
 
-    torch sums 16-bit elements in fp32 and rounds once, for the biases as for the products; with fp32 as
-    `dtype` nothing is rounded.
+    From x and taps [B, S, 2n] of the forward, dz [B, S, 2n] of the data gradient, and dy [B, S, H]. The
+    contribution of `before` to conv1_weight's gradient is not included.
     """
     dtype = dtype or x.dtype
     channels = taps.shape[-1] // 2
@@ -307,6 +364,33 @@ def _select(x: Tensor, keep: Tensor | None) -> Tensor:
 # --- the two layouts of the weights ------------------------------------------------------------------------
 
 
+def _check(
+    x: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor | None,
+    document_start: Tensor | None,
+    state: FilterState | None,
+) -> None:
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {list(x.shape)}; the filter expects [batch, tokens, hidden]")
+    batch, tokens, hidden = x.shape
+    channels = conv1_weight.shape[0]
+    check_shape("conv1_weight", conv1_weight, (channels, hidden, 2))
+    check_shape("conv1_bias", conv1_bias, (channels,))
+    check_shape("conv2_weight", conv2_weight, (hidden, channels, 2))
+    if conv2_bias is not None:
+        check_shape("conv2_bias", conv2_bias, (hidden,))
+    if document_start is not None:
+        check_shape("document_start", document_start, (batch, tokens))
+        if document_start.dtype != torch.bool:
+            raise ValueError(f"document_start is {document_start.dtype}; it must be bool")
+    if state is not None:
+        check_shape("the state's u", state[0], (batch, hidden))
+        check_shape("the state's c", state[1], (batch, channels))
+
+
 def _interleaved_taps(
     x: Tensor, before: Tensor, document_start: Tensor | None, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
@@ -371,23 +455,23 @@ def _filter(
     u_before: Tensor | None,
     c_before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, taps) as `sandwich_forward` does."""
+    """Return (y, taps) as `_forward` does."""
     before = None if u_before is None or c_before is None else (u_before, c_before)
-    return sandwich_forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
+    return _forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
 
 
 @registration.register("yuan::localized_filter_data_gradient", _empty_data_gradient)
 def _filter_data_gradient(
     dy: Tensor, conv1_weight: Tensor, conv2_weight: Tensor, document_start: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return data_gradient(dy, conv1_weight, conv2_weight, document_start)
+    return localized_filter_data_gradient(dy, conv1_weight, conv2_weight, document_start=document_start)
 
 
 @registration.register("yuan::localized_filter_weight_gradient", _empty_weight_gradient)
 def _filter_weight_gradient(
     x: Tensor, taps: Tensor, dz: Tensor, dy: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return weight_gradient(x, taps, dz, dy)
+    return localized_filter_weight_gradient(x, taps, dz, dy)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

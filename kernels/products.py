@@ -58,11 +58,13 @@ def product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor
     return linear(left, right.T, out=out)
 
 
+@torch.no_grad()
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left right in place: [M, N] += [M, K] [K, N]; total in the operands' precision, or in fp32.
+    """Add left right [M, N] of left [M, K] and right [K, N] to `total` in place, without a gradient.
 
-    Products of 16 bits are added to fp32 without being rounded to 16 bits, where the device can: on CUDA in
-    the product's epilogue, on CPUs without instructions for bf16 block by block.
+    `total` is in the operands' precision, or in fp32 for operands of 16 bits: then the product is not rounded
+    to 16 bits, where the device can: on CUDA in the product's epilogue, on CPUs without instructions for bf16
+    block by block.
     """
     if total.dtype == left.dtype:
         if total.is_cuda:
@@ -108,6 +110,16 @@ def cpu_multiplies_bf16() -> bool:
     supported = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     logger.info("bf16 matrix products on the CPU: %s", "oneDNN" if supported else "fp32 blocks")
     return supported
+
+
+def bf16_products() -> str:
+    """Return `oneDNN` or `fp32 blocks`: how this CPU multiplies matrices of bf16."""
+    return "oneDNN" if cpu_multiplies_bf16() else "fp32 blocks"
+
+
+def fp32_products() -> str:
+    """Return `oneDNN` or `torch`: the library for large fp32 products of our ops on this CPU."""
+    return "oneDNN" if onednn_is_faster() else "torch"
 
 
 @functools.cache

@@ -26,6 +26,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Raise ValueError if a tensor has not the shape that the other arguments of an op need."""
+    if tuple(tensor.shape) != tuple(expected):
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; the other arguments need {list(expected)}")
+
+
 def localized_filter(
     x: Tensor,
     conv1_weight: Tensor,

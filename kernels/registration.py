@@ -81,8 +81,8 @@ def register(name: str, results: str | Body) -> Callable[[Body], Op]:
         places = [names.index(like) for like in results.split()]
 
         def empty(*args: Any) -> Any:
-            made = tuple(args[place].new_empty(args[place].shape) for place in places)
-            return made if len(made) > 1 else made[0]
+            made = [args[place].new_empty(args[place].shape) for place in places]
+            return tuple(made) if len(made) > 1 else made[0]
 
         return Op(name, body, empty)
 

@@ -17,21 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from yuan_kernels import dispatch, reference, registration
-from yuan_kernels.reference import accumulation_dtype
+from yuan_kernels.reference import accumulation_dtype, check_shape
 
 BLOCK = 1 << 16
 """Elements of a block: the three fp32 buffers of the backward then fit a second-level cache of 1 MB."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
-    """Return the norm alone; arguments and result as in `ops.rms_norm`."""
+    """Return x / sqrt(mean(x^2) + epsilon) * weight over the last dim of x [..., H].
+
+    Statistics and products in fp32 (fp64 for fp64), rounded once to x's dtype (Zhang and Sennrich 2019).
+
+    Raises:
+        ValueError: weight is not [H].
+    """
+    check_shape("weight", weight, x.shape[-1:])
     if dispatch.uses_definition():
         return reference.rms_norm(x, weight, epsilon=epsilon)
     return _rms_norm(x, weight, epsilon)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return norm and sum; arguments and result as in `ops.add_rms_norm`."""
+    """Return (rms_norm(s), s) of s = x + residual, all [..., H]; s is rounded to x's dtype first.
+
+    Raises:
+        ValueError: residual's shape is not x's, or weight is not [H].
+    """
+    check_shape("residual", residual, x.shape)
+    check_shape("weight", weight, x.shape[-1:])
     if dispatch.uses_definition():
         return reference.add_rms_norm(x, residual, weight, epsilon=epsilon)
     return _add_rms_norm(x, residual, weight, epsilon)[:2]

@@ -13,11 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from yuan_kernels import dispatch, reference, registration
+from yuan_kernels.reference import check_shape
 from yuan_kernels.rms_norm import BLOCK, row_blocks
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the rotary embedding of x; arguments and result as in `ops.rotary`."""
+    """Return the rotary embedding of x [B, S, N, D] in the half-split layout (Su et al. 2021).
+
+    The pair (x[i], x[i + R/2]) is rotated by the angle whose cosine and sine are cos[b, s, i] and
+    sin[b, s, i]; both are [B or 1, S, R/2], in fp32 (fp64 for fp64), which is also the precision of the
+    products. They get no gradients. R is at most D; the dims from R on are returned as they are.
+
+    Raises:
+        ValueError: x is not of four dims, or a table does not fit it.
+    """
+    if x.dim() != 4:
+        raise ValueError(f"x has shape {list(x.shape)}; rotary expects [batch, tokens, heads, head_dim]")
+    for name, table in (("cos", cos), ("sin", sin)):
+        batch = 1 if table.shape[:1] == (1,) else x.shape[0]
+        check_shape(name, table, (batch, x.shape[1], min(cos.shape[-1], x.shape[3] // 2)))
     if dispatch.uses_definition():
         return reference.rotary(x, cos, sin)
     return _rotary(x, cos, sin, False)

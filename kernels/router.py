@@ -24,13 +24,16 @@ _TOKENS = 4096
 
 
 def attention_scores(products: Tensor) -> Tensor:
-    """Return the scores p [T, N] of products [T, 3N], without a gradient."""
+    """Return the attention router's score of each expert [T, N] of products [T, 3N] = (q, k, v).
+
+    p_i = sum_j softmax_j(q_i k_j) v_j (arXiv 2405.17976, section 3.1). Without a gradient.
+    """
     with torch.no_grad():
         return torch.cat([reference.attention_scores(products[rows]) for rows in _blocks(products)])
 
 
 def attention_router_weights(products: Tensor, chosen: Tensor) -> Tensor:
-    """Return the weights [T, K] of the chosen experts; arguments and result as in `ops`."""
+    """Return the softmax [T, K] over the `attention_scores` of the chosen experts, int64 [T, K]."""
     if dispatch.reference_selected():
         return reference.attention_scores(products).gather(1, chosen).softmax(dim=-1)
     return _weights(products, chosen)

@@ -20,7 +20,15 @@ from yuan_kernels.rms_norm import BLOCK, row_blocks
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Return silu(z0) * z1; argument and result as in `ops.swiglu`."""
+    """Return silu(z0) * z1 [..., F] of x [..., 2F] = (z0, z1) (Shazeer 2020); Yuan's `up` has z0 first.
+
+    The backward needs x alone.
+
+    Raises:
+        ValueError: the last dim is odd.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has shape {list(x.shape)}; swiglu halves the last dim, which must be even")
     if dispatch.uses_definition():
         return reference.swiglu(x)
     return _swiglu(x)

@@ -184,14 +184,14 @@ def test_environments_at_fault_cost_their_groups(tmp_path: Path) -> None:
 def test_one_that_hangs_is_ended_with_its_process(tmp_path: Path) -> None:
     """Another process takes its place, and is asked as before."""
     (tmp_path / "echo.py").write_text(ECHO)
-    config = EnvironmentConfig(python=f"{tmp_path / 'echo.py'}:Hangs", timeout=1.0, workers=1)
+    config = EnvironmentConfig(python=f"{tmp_path / 'echo.py'}:Hangs", timeout=3.0, workers=1)
     with Environments(config) as environments:
         began = time.monotonic()
         for ticket in (7, 8):
             environments.call((ticket, 0), {"reset": {"answer": ticket, "prompt_ids": [4, 5]}})
         told = {said.key: said.told for said in (environments.take(), environments.take())}
         assert told[8, 0] == {"said": "4 9"} and "took longer than environment.timeout" in told[7, 0]["error"]
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
         environments.call((8, 0), {"step": "1"})
         assert "ended with its process" in environments.take().told["error"]
         environments.call((9, 0), {"reset": {"answer": 9}})

@@ -47,8 +47,8 @@ def test_rounds_and_readings_of_the_real_engine(tmp_path: Path) -> None:
     assert (own.device_type, own.tensor_parallel) == ("Half", 1)
     assert (own.group, own.prompt_tokens) == (4, 6)
     assert own.slots == (4, 8) and own.prompts == (1, 2)
-    assert all(0 < seconds < 1 for row in own.layer_seconds for seconds in row)
-    assert all(0 < seconds < 1 for seconds in (*own.head_seconds, *own.prompt_layer_seconds))
+    assert all(0 < seconds for row in own.layer_seconds for seconds in row)
+    assert all(0 < seconds for seconds in (*own.head_seconds, *own.prompt_layer_seconds))
 
 
 @pytest.mark.slow
@@ -68,9 +68,9 @@ def test_generation_is_measured_and_planned_with(tmp_path: Path, ask: Ask) -> No
             for row, engine, head in zip(one.layer_seconds, one.engine_seconds, one.head_seconds, strict=True)
             for layer in row
         ]
-        assert all(1e-5 < seconds < 10 for seconds in rounds)
+        assert all(1e-5 < seconds for seconds in rounds)
     assert profile.batch is not None and profile.batch.samples == 8
-    assert 0 < profile.batch.scoring_seconds < 10 and 0 < profile.batch.packing_seconds < 10
+    assert profile.batch.scoring_seconds > 0 and profile.batch.packing_seconds > 0
     assert len(ask("inspect", out)["generation"]) == 2
     plan = tmp_path / "plan.yaml"
     for more, source in ((("--profile", str(out)), "measured"), ((), "estimated")):

@@ -54,7 +54,12 @@ def write_rl(folder: Path, **changes: Any) -> Path:
         "model": MODEL | {"num_layers": 4, "num_attention_heads": 4, "vocab_size": 64},
         "data": {"prompts": [{"file": str(folder / "prompts.jsonl")}], "max_prompt_tokens": 6},
         "generation": {"max_new_tokens": 5, "stop_ids": [1, 2, 3, 4, 5, 6], "prefill_chunk": 4},
-        "reward": {"functions": [{"python": f"{folder / 'rewards.py'}:evenness"}], "workers": 1},
+        # A starved machine's reward comes late, and with the default's 10 s not at all.
+        "reward": {
+            "functions": [{"python": f"{folder / 'rewards.py'}:evenness"}],
+            "workers": 1,
+            "timeout": "120 s",
+        },
         "algorithm": {"name": "grpo", "group": 4},
         "train": {
             "steps": 2,
