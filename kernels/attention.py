@@ -113,7 +113,7 @@ def whole_form(device: torch.device, dtype: torch.dtype) -> str:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if _needs_own_backward(query, key, value):
-        return _causal_attention(query, key, value)[0]
+        return _forward(query, key, value)[0]
     return masked_attention(query, key, value, None)
 
 
@@ -170,6 +170,12 @@ def own_backward_is_correct() -> bool:
     )
 
 
+def _empty_outputs(query: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads = query.shape[:3]
+    return query.new_empty(query.shape), query.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@registration.register("yuan::causal_attention", _empty_outputs)
 def _forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs [B, S, N, D] and the log-sum-exp [B, N, S] in fp32."""
     operands = (x.transpose(1, 2) for x in (query, key, value))
@@ -177,6 +183,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     return heads.transpose(1, 2).contiguous(), normalizer.contiguous()
 
 
+@registration.register("yuan::causal_attention_backward", "query key value")
 def _backward_blocks(
     dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,28 +207,11 @@ def _backward_blocks(
     return gradients
 
 
-def _empty_outputs(query: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads = query.shape[:3]
-    return query.new_empty(query.shape), query.new_empty(batch, heads, tokens, dtype=torch.float32)
-
-
-@registration.register("yuan::causal_attention", _empty_outputs)
-def _causal_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return _forward(query, key, value)
-
-
-@registration.register("yuan::causal_attention_backward", "query key value")
-def _causal_attention_backward(
-    dy: Tensor, query: Tensor, key: Tensor, value: Tensor, y: Tensor, normalizer: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_blocks(dy, query, key, value, y, normalizer)
-
-
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-@_causal_attention.gradient(_save)
+@_forward.gradient(_save)
 def _backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _causal_attention_backward(dy, *ctx.saved_tensors)
+    return _backward_blocks(dy, *ctx.saved_tensors)

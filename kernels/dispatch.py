@@ -15,11 +15,9 @@ A choice is the name of an implementation of the op's own file:
 A choice that needs a test makes it when it is asked for first. A run asks for all of its choices before its
 first forward (`ops.choose_all`), and ranks that must round alike fall back together (`ops.fall_back`).
 
-`YUAN_KERNELS=reference` selects the definitions, `YUAN_KERNELS=grouped_linear=triton` our kernel for products
-of groups. The variable is read at each call. Unset or empty, this module chooses; any other value is a
-ValueError.
-An implementation that depends on Triton or on private operations must first pass a test
-on a small case.
+`YUAN_KERNELS=reference` selects the definitions. The variable is read at each call. Unset or empty, this
+module chooses; any other value is a ValueError. An implementation that depends on Triton or on private
+operations must first pass a test on a small case.
 
 Triton's block sizes and warps are fixed for each kernel. Nothing is tuned at run time: a restart tunes
 nothing again, and two runs round alike.
@@ -61,8 +59,6 @@ FALLBACKS = {"document_attention": "loop", "grouped_linear": "loop"}
 MINIMUM_CAPABILITY = (7, 0)
 """Oldest compute capability that the tests compile our Triton kernels for (V100)."""
 
-_REQUESTS = {"grouped_linear=triton": "triton"}
-
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAXIMUM_ROW = 16384
 """Elements of a row that one Triton program holds in registers without spilling."""
@@ -82,36 +78,28 @@ class Choice:
     reason: str
 
 
-_held: str | None = None
-"""What the variable says, while `variable_held` holds it."""
-_holds_reference = False
-"""Whether that selects the definitions."""
-
-
-def _asked() -> str:
-    return os.environ.get("YUAN_KERNELS", "") if _held is None else _held
+_held: bool | None = None
+"""Whether the variable selects the definitions, while `variable_held` holds it."""
 
 
 @contextmanager
 def variable_held() -> Iterator[None]:
     """Inside, YUAN_KERNELS is not looked up at each call: a small model's ops are no longer than a look."""
-    global _held, _holds_reference
-    before = _held, _holds_reference
-    _holds_reference, _held = reference_selected(), _asked()
+    global _held
+    before, _held = _held, reference_selected()
     try:
         yield
     finally:
-        _held, _holds_reference = before
+        _held = before
 
 
 def reference_selected() -> bool:
     """Whether `YUAN_KERNELS` selects the definitions. Raises ValueError for an unknown value."""
     if _held is not None:
-        return _holds_reference
-    value = _asked()
-    if value not in ("", "reference", *_REQUESTS):
-        known = ", ".join(repr(word) for word in ("reference", *_REQUESTS))
-        raise ValueError(f"YUAN_KERNELS={value!r} is unknown; unset it, or set it to one of {known}")
+        return _held
+    value = os.environ.get("YUAN_KERNELS", "")
+    if value not in ("", "reference"):
+        raise ValueError(f"YUAN_KERNELS={value!r} is unknown; unset it, or set it to 'reference'")
     return value == "reference"
 
 
@@ -121,12 +109,6 @@ def uses_definition() -> bool:
     The compiler fuses the definition with what is around it; an op of ours would be a wall to it.
     """
     return reference_selected() or torch.compiler.is_compiling()
-
-
-def requested(op: str) -> str:
-    """Return the implementation that `YUAN_KERNELS` requests for `op`; empty if none."""
-    value = _asked()
-    return _REQUESTS.get(value, "") if value.partition("=")[0] == op else ""
 
 
 def implementation(op: str, x: Tensor) -> str:
@@ -151,7 +133,7 @@ def find(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> Choic
     """What is used: the choice, or what it fell back to."""
     if _fallen and (fallen := _fallen.get((op, str(device), dtype, shape))):
         return fallen
-    return choose(op, device, dtype, shape, requested(op))
+    return choose(op, device, dtype, shape)
 
 
 _fallen: dict[tuple[str, str, torch.dtype, str], Choice] = {}
@@ -200,17 +182,15 @@ def _told(choice: Choice) -> tuple[object, ...]:
 
 
 @functools.cache
-def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str, request: str = "") -> Choice:
+def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> Choice:
     """Choose an implementation and log it; later calls return the cached choice. On a CPU
-    one line stands for all.
-
-    `request`: an implementation that is used if it passes its test; empty for what is chosen without one.
-    """
+    one line stands for all."""
     if op == "document_attention":
         fault = varlen_fault(device, dtype, shape)
         name, reason = ("loop", fault) if fault else ("varlen", "tested")
     elif op == "grouped_linear":
-        name, reason = _grouped(device, dtype, shape, requested=request)
+        fault = grouped_fault(device, dtype, shape)
+        name, reason = ("loop", fault) if fault else ("grouped", "tested")
     elif op == "causal_attention":
         name, reason = _whole_attention(device, dtype)
     elif op == "add_product":
@@ -287,17 +267,6 @@ def grouped_fault(device: torch.device, dtype: torch.dtype, shape: str) -> str |
         return f"torch {torch.__version__} has no grouped product"
     fault = _fault(lambda: self_test.grouped_is_correct(device, dtype))
     return fault and f"it failed its test: {fault}"
-
-
-def _grouped(device: torch.device, dtype: torch.dtype, shape: str, *, requested: str) -> tuple[str, str]:
-    reason = ""
-    if requested == "triton":
-        name, reason = _on_cuda("grouped_linear", device, dtype, "any") if device.type == "cuda" else ("", "")
-        if name == "triton":
-            return name, f"requested, and {reason}"
-    fault = grouped_fault(device, dtype, shape)
-    name, found = ("loop", fault) if fault else ("grouped", "tested")
-    return name, f"{found}; not triton: {reason or 'it is for CUDA devices'}" if requested else found
 
 
 def _whole_attention(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

@@ -46,18 +46,12 @@ def _expert_rows(x: Tensor, order: Tensor, slots: int) -> Tensor:
     return x.index_select(0, order // slots)
 
 
-@registration.register(
+_sum_slots = registration.register(
     "yuan::sum_slots", lambda rows, order, tokens, slots: rows.new_empty(tokens, rows.shape[1])
-)
-def _sum_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
-    return reference.sum_slots(rows, order, tokens, slots)
-
-
-@registration.register(
+)(reference.sum_slots)
+_combine_rows = registration.register(
     "yuan::combine_rows", lambda rows, weights, order: rows.new_empty(weights.shape[0], rows.shape[1])
-)
-def _combine_rows(rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    return reference.combine_rows(rows, weights, order)
+)(reference.combine_rows)
 
 
 @registration.register("yuan::combine_rows_backward", "rows weights")

@@ -55,20 +55,10 @@ def add_grouped_products_(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence
     "yuan::grouped_linear", lambda x, weight, counts: x.new_empty(x.shape[0], weight.shape[1])
 )
 def _grouped_linear(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    shape = math.gcd(weight.shape[1], weight.shape[2])
-    name = dispatch.choose(
-        "grouped_linear",
-        x.device,
-        x.dtype,
-        dispatch.shape_class("grouped_linear", shape),
-        dispatch.requested("grouped_linear"),
-    ).implementation
-    if name == "grouped" and x.shape[0]:
+    shape = dispatch.shape_class("grouped_linear", math.gcd(weight.shape[1], weight.shape[2]))
+    found = dispatch.find("grouped_linear", x.device, x.dtype, shape)
+    if found.implementation == "grouped" and x.shape[0]:
         return one_call(x, weight, counts)
-    if name == "triton":
-        from yuan_kernels import triton_grouped
-
-        return triton_grouped.grouped_linear(x, weight, counts)
     return loop(x, weight, counts)
 
 

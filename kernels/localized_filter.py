@@ -146,19 +146,6 @@ def localized_filter_forward(
     The call is not recorded by autograd. Arguments and errors as in `localized_filter`.
     """
     _check(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
-    return _forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
-
-
-def _forward(
-    x: Tensor,
-    conv1_weight: Tensor,
-    conv1_bias: Tensor,
-    conv2_weight: Tensor,
-    conv2_bias: Tensor | None,
-    document_start: Tensor | None = None,
-    before: FilterState | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (y [B, S, H], taps [B, S, 2n]); `weight_gradient` needs x and taps."""
     u_before, c_before = before or (None, None)
     older_before = None if u_before is None else u_before @ conv1_weight[:, :, 0].T
     stacked1, stacked2 = _stack_conv1(conv1_weight), _stack_conv2(conv2_weight)
@@ -455,9 +442,10 @@ def _filter(
     u_before: Tensor | None,
     c_before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (y, taps) as `_forward` does."""
+    """Return (y, taps) as `localized_filter_forward` does."""
     before = None if u_before is None or c_before is None else (u_before, c_before)
-    return _forward(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
+    weights = conv1_weight, conv1_bias, conv2_weight, conv2_bias
+    return localized_filter_forward(x, *weights, document_start=document_start, before=before)
 
 
 @registration.register("yuan::localized_filter_data_gradient", _empty_data_gradient)

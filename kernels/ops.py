@@ -1,8 +1,7 @@
 """The ops, one public function each; `dispatch.py` chooses the implementation.
 
 The environment variable `YUAN_KERNELS` is read at each call: `reference` selects the definitions in
-`reference.py`, `grouped_linear=triton` our kernel for products of groups.
-Unset or empty selects our fast implementations; any other value is a ValueError.
+`reference.py`. Unset or empty selects our fast implementations; any other value is a ValueError.
 
 The ops are registered with torch.library (namespace `yuan`) and so support torch.compile, fake tensors and
 autograd. While torch.compile is tracing, norms, rotary embedding and SwiGLU are their definitions, which it
@@ -13,6 +12,9 @@ and breaks the graph under torch.compile.
 B = sequences, S = tokens of a sequence, T = tokens, H = hidden size, N = heads, D = size of a head,
 F = feed-forward width, V = vocabulary, K = experts of a token, R = rows of all experts.
 """
+
+# Names the ops: what is imported is for others.
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -46,43 +48,6 @@ from yuan_kernels.rms_norm import add_rms_norm, rms_norm
 from yuan_kernels.rotary import rotary
 from yuan_kernels.router import attention_router_weights, attention_scores
 from yuan_kernels.swiglu import swiglu
-
-__all__ = [
-    "Choice",
-    "DocumentRanges",
-    "Exchange",
-    "FilterState",
-    "add_grouped_products_",
-    "add_product_",
-    "add_rms_norm",
-    "attention_router_weights",
-    "attention_scores",
-    "bf16_products",
-    "causal_attention",
-    "choices",
-    "choose_all",
-    "combine_rows",
-    "expert_rows",
-    "fall_back",
-    "forget_fallbacks",
-    "fp32_products",
-    "grouped_linear",
-    "linear",
-    "linear_cross_entropy",
-    "localized_filter",
-    "localized_filter_data_gradient",
-    "localized_filter_forward",
-    "localized_filter_state",
-    "localized_filter_step",
-    "localized_filter_weight_gradient",
-    "masked_attention",
-    "prepare_compile",
-    "rms_norm",
-    "rotary",
-    "swiglu",
-    "variable_held",
-    "wide_linear",
-]
 
 
 def prepare_compile() -> None:

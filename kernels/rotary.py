@@ -41,10 +41,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Return x rotated by the tables' angles, or by their opposites if `inverse`."""
     if x.device.type != "cpu" and dispatch.implementation("rotary", x) == "triton":
-        from yuan_kernels import triton_elementwise
+        from yuan_kernels import triton_forms
 
         width = 2 * cos.shape[-1]
-        rotated = triton_elementwise.rotary(x[..., :width], cos, sin, inverse=inverse)
+        rotated = triton_forms.rotary(x[..., :width], cos, sin, inverse=inverse)
         return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
     return _rotate_blocks(x, cos, -sin if inverse else sin)
 

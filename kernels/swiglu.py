@@ -42,9 +42,9 @@ def _swiglu(x: Tensor) -> Tensor:
     y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     flat_x, flat_y = _rows(x), _rows(y)
     if dispatch.implementation("swiglu", x) == "triton":
-        from yuan_kernels import triton_elementwise
+        from yuan_kernels import triton_forms
 
-        triton_elementwise.swiglu_forward(flat_x, flat_y)
+        triton_forms.swiglu_forward(flat_x, flat_y)
     else:
         _forward_blocks(flat_x, flat_y)
     return y
@@ -55,9 +55,9 @@ def _swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat_dy, flat_x, flat_dx = _rows(dy), _rows(x), _rows(dx)
     if dispatch.implementation("swiglu", x) == "triton":
-        from yuan_kernels import triton_elementwise
+        from yuan_kernels import triton_forms
 
-        triton_elementwise.swiglu_backward(flat_dy, flat_x, flat_dx)
+        triton_forms.swiglu_backward(flat_dy, flat_x, flat_dx)
     else:
         _backward_blocks(flat_dy, flat_x, flat_dx)
     return dx

@@ -1,7 +1,5 @@
 """Triton kernels for CUDA devices: the memory-bound passes between torch's matrix products.
 
-(`triton_elementwise.py` has those of SwiGLU and the rotary embedding.)
-
 This module is imported only when a kernel is used, because Triton may not be installed. No kernel of it
 multiplies matrices: on the oldest GPUs that we support (sm_70, sm_75) Triton does that without tensor cores,
 and nowhere better than torch. All arithmetic is fp32; results are rounded once, where the torch
@@ -22,6 +20,9 @@ from torch import Tensor
 
 FILTER_BLOCK = {"TOKENS": 16, "CHANNELS": 128, "num_warps": 4}
 SOFTMAX_BLOCK = {"BLOCK": 4096, "num_warps": 8}
+SWIGLU_BLOCK = {"BLOCK": 1024, "num_warps": 4}
+_ROTARY_TILE = 2048
+"""Pairs that one program of the rotary embedding rotates: of several heads, with one load of the angles."""
 _BACKWARD_PROGRAMS = 512
 """Programs of the norm's backward, each with a row of partial sums for dw: a few per multiprocessor."""
 
@@ -129,18 +130,9 @@ def filter_forward(
     starts = None if document_start is None else document_start.contiguous().view(torch.uint8)
     before = [z if x is None else x.contiguous() for x in (older_before, c_before)]
     if taps.numel():
-        launch(
-            filter_forward_kernel,
-            grid,
-            z,
-            z if starts is None else starts,
-            *before,
-            taps,
-            *sizes,
-            HAS_STARTS=starts is not None,
-            HAS_BEFORE=older_before is not None,
-            **FILTER_BLOCK,
-        )
+        tensors = z, z if starts is None else starts, *before, taps
+        switches = {"HAS_STARTS": starts is not None, "HAS_BEFORE": older_before is not None}
+        launch(filter_forward_kernel, grid, *tensors, *sizes, **switches, **FILTER_BLOCK)
     return taps
 
 
@@ -151,16 +143,8 @@ def filter_backward(dtaps: Tensor, document_start: Tensor | None) -> Tensor:
     grid, sizes = _filter_grid(dtaps)
     starts = None if document_start is None else document_start.contiguous().view(torch.uint8)
     if dz.numel():
-        launch(
-            filter_backward_kernel,
-            grid,
-            dtaps,
-            dtaps if starts is None else starts,
-            dz,
-            *sizes,
-            HAS_STARTS=starts is not None,
-            **FILTER_BLOCK,
-        )
+        tensors = dtaps, dtaps if starts is None else starts, dz
+        launch(filter_backward_kernel, grid, *tensors, *sizes, HAS_STARTS=starts is not None, **FILTER_BLOCK)
     return dz
 
 
@@ -245,20 +229,9 @@ def rms_norm_forward(
     if not x.numel():
         return
     x = x.contiguous()
-    launch(
-        norm_forward_kernel,
-        (tokens,),
-        x,
-        x if residual is None else residual.contiguous(),
-        weight.contiguous(),
-        y,
-        s,
-        scale,
-        hidden,
-        epsilon,
-        HAS_RESIDUAL=residual is not None,
-        **norm_block(hidden),
-    )
+    tensors = x, x if residual is None else residual.contiguous(), weight.contiguous(), y, s, scale
+    options = {"HAS_RESIDUAL": residual is not None, **norm_block(hidden)}
+    launch(norm_forward_kernel, (tokens,), *tensors, hidden, epsilon, **options)
 
 
 def rms_norm_backward(
@@ -271,27 +244,16 @@ def rms_norm_backward(
         return scale.new_zeros(hidden)
     partial = scale.new_empty(programs, hidden)
     dy = dy.contiguous()
-    launch(
-        norm_backward_kernel,
-        (programs,),
-        dy,
-        dy if bypass is None else bypass.contiguous(),
-        s.contiguous(),
-        weight.contiguous(),
-        scale,
-        ds,
-        partial,
-        tokens,
-        hidden,
-        HAS_BYPASS=bypass is not None,
-        **norm_block(hidden),
-    )
+    others = s.contiguous(), weight.contiguous(), scale, ds, partial
+    tensors = dy, dy if bypass is None else bypass.contiguous(), *others
+    options = {"HAS_BYPASS": bypass is not None, **norm_block(hidden)}
+    launch(norm_backward_kernel, (programs,), *tensors, tokens, hidden, **options)
     return partial.sum(dim=0)
 
 
 def norm_block(hidden: int) -> dict[str, int]:
     """Return the block size that holds a row of `hidden` elements, and the number of warps for it."""
-    block = max(16, 1 << (hidden - 1).bit_length())
+    block = max(16, _power_of_two(hidden))
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
 
 
@@ -345,18 +307,122 @@ def softmax(logits: Tensor, dtype: torch.dtype | None, factor: float) -> tuple[T
     in_place = dtype is None or dtype == logits.dtype
     probabilities = logits if in_place else torch.empty_like(logits, dtype=dtype)
     if tokens:
-        launch(
-            softmax_kernel,
-            (tokens,),
-            logits,
-            probabilities,
-            normalizer,
-            words,
-            factor,
-            WRITE=dtype is not None,
-            **SOFTMAX_BLOCK,
-        )
+        tensors, options = (logits, probabilities, normalizer), {"WRITE": dtype is not None, **SOFTMAX_BLOCK}
+        launch(softmax_kernel, (tokens,), *tensors, words, factor, **options)
     return probabilities, normalizer
+
+
+# --- SwiGLU ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def swiglu_forward_kernel(x, y, width, BLOCK: tl.constexpr):
+    """One block of one row of y = z0 s z1, of x [tokens, 2 width] = (z0, z1)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    row = x + token * (2 * width) + column
+    gate = tl.load(row, mask=live, other=0.0).to(tl.float32)
+    value = tl.load(row + width, mask=live, other=0.0).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * value
+    tl.store(y + token * width + column, result.to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def swiglu_backward_kernel(dy, x, dx, width, BLOCK: tl.constexpr):
+    """One block of one row of dx = (dy z1 s (1 + z0 (1 - s)), dy z0 s)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    position = token * (2 * width) + column
+    gate = tl.load(x + position, mask=live, other=0.0).to(tl.float32)
+    value = tl.load(x + position + width, mask=live, other=0.0).to(tl.float32)
+    upstream = tl.load(dy + token * width + column, mask=live, other=0.0).to(tl.float32)
+    scale = tl.sigmoid(gate)
+    dgate = upstream * value * scale * (1.0 + gate * (1.0 - scale))
+    tl.store(dx + position, dgate.to(dx.dtype.element_ty), mask=live)
+    tl.store(dx + position + width, (upstream * gate * scale).to(dx.dtype.element_ty), mask=live)
+
+
+def swiglu_forward(x: Tensor, y: Tensor) -> None:
+    """Fill y [T, F] of x [T, 2F]."""
+    if y.numel():
+        launch(swiglu_forward_kernel, _swiglu_grid(y), x.contiguous(), y, y.shape[1], **SWIGLU_BLOCK)
+
+
+def swiglu_backward(dy: Tensor, x: Tensor, dx: Tensor) -> None:
+    """Fill dx [T, 2F] of dy [T, F] and x [T, 2F]."""
+    if dy.numel():
+        grid, width = _swiglu_grid(dy), dy.shape[1]
+        launch(swiglu_backward_kernel, grid, dy.contiguous(), x.contiguous(), dx, width, **SWIGLU_BLOCK)
+
+
+def _swiglu_grid(y: Tensor) -> tuple[int, int]:
+    return y.shape[0], ceil_div(y.shape[1], SWIGLU_BLOCK["BLOCK"])
+
+
+# --- rotary embedding --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rotary_kernel(
+    x,
+    cos,
+    sin,
+    y,
+    heads,
+    half,
+    table_rows,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some heads of one token: y = (a cos - b sin, b cos + a sin) of x [tokens, heads, 2 half] = (a, b).
+
+    Token t has row t % table_rows of the tables [table_rows, half], which all sequences may share.
+    """
+    token = tl.program_id(0)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, BLOCK)
+    row = (token % table_rows).to(tl.int64) * half + pair
+    c = tl.load(cos + row, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    if INVERSE:
+        s = -s
+    live = (head < heads) & (pair < half)[None, :]
+    position = (token.to(tl.int64) * heads + head) * (2 * half) + pair[None, :]
+    a = tl.load(x + position, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(x + position + half, mask=live, other=0.0).to(tl.float32)
+    tl.store(y + position, (a * c - b * s).to(y.dtype.element_ty), mask=live)
+    tl.store(y + position + half, (b * c + a * s).to(y.dtype.element_ty), mask=live)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool) -> Tensor:
+    """Return x [B, S, N, D] rotated by the angles of cos and sin [B or 1, S, D/2], or by their opposites."""
+    batch, tokens, heads, head_dim = x.shape
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    if y.numel():
+        sizes = rotary_block(heads, head_dim)
+        grid = (batch * tokens, ceil_div(heads, sizes["HEADS"]))
+        tables = cos.contiguous(), sin.contiguous()
+        table_rows = cos.shape[0] * tokens
+        launch(rotary_kernel, grid, x, *tables, y, heads, head_dim // 2, table_rows, INVERSE=inverse, **sizes)
+    return y
+
+
+def rotary_block(heads: int, head_dim: int) -> dict[str, int]:
+    """Return the block sizes for heads of `head_dim` elements: at most `_ROTARY_TILE` pairs, if one fits."""
+    block = max(16, _power_of_two(head_dim // 2))
+    return {"HEADS": min(_power_of_two(heads), max(1, _ROTARY_TILE // block)), "BLOCK": block}
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is not below a positive size."""
+    return 1 << (size - 1).bit_length()
+
+
+# --- launches ----------------------------------------------------------------------------------------------
 
 
 def ceil_div(size: int, block: int) -> int:

@@ -141,22 +141,6 @@ def test_ranks_may_fall_back_together(monkeypatch):
     assert ops.choose_all(CUDA, torch.bfloat16, rows) == chosen
 
 
-def test_products_of_groups_in_one_launch_on_request(monkeypatch):
-    fake_gpu(monkeypatch, capability=(8, 0))
-
-    def choice(device=CUDA, dtype=torch.float16):
-        requested = dispatch.requested("grouped_linear")
-        return dispatch.choose("grouped_linear", device, dtype, "regular", requested)
-
-    assert choice().implementation == "loop" and "no grouped kernel for torch.float16" in choice().reason
-    monkeypatch.setenv("YUAN_KERNELS", "grouped_linear=triton")
-    assert (choice().implementation, choice().reason) == ("triton", "requested, and tested")
-    assert choice(dtype=torch.float64).implementation == "loop"
-    assert "not triton: no Triton kernel for torch.float64" in choice(dtype=torch.float64).reason
-    assert choice(CPU).implementation == "loop" and "it is for CUDA devices" in choice(CPU).reason
-    assert dispatch.requested("rms_norm") == ""
-
-
 @pytest.mark.parametrize(
     ("hidden", "shape"), [(16, "regular"), (2048, "regular"), (17, "odd"), (0, "odd"), (1 << 20, "odd")]
 )

@@ -13,7 +13,7 @@ import torch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-OPS = ["localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu", "grouped_linear"]
+OPS = ["localized_filter", "rms_norm", "linear_cross_entropy", "rotary", "swiglu"]
 TARGETS = [70, 80, 90]
 
 
@@ -44,9 +44,7 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from yuan_kernels import triton_elementwise as elementwise
 from yuan_kernels import triton_forms as forms
-from yuan_kernels import triton_grouped as grouped
 
 dtype, capability = sys.argv[1], int(sys.argv[2])
 x, f, i = f"*{dtype}", "*fp32", "i32"
@@ -65,14 +63,11 @@ CASES = [
       "tokens": i, "hidden": i}),
     (forms.softmax_kernel, forms.SOFTMAX_BLOCK, {"WRITE": True},
      {"logits": f, "probabilities": x, "normalizer": f, "words": i, "factor": "fp32"}),
-    (elementwise.rotary_kernel, elementwise.rotary_block(64, 128), {"INVERSE": True},
+    (forms.rotary_kernel, forms.rotary_block(64, 128), {"INVERSE": True},
      {"x": x, "cos": f, "sin": f, "y": x, "heads": i, "half": i, "table_rows": i}),
-    (elementwise.swiglu_forward_kernel, elementwise.SWIGLU_BLOCK, {}, {"x": x, "y": x, "width": i}),
-    (elementwise.swiglu_backward_kernel, elementwise.SWIGLU_BLOCK, {},
+    (forms.swiglu_forward_kernel, forms.SWIGLU_BLOCK, {}, {"x": x, "y": x, "width": i}),
+    (forms.swiglu_backward_kernel, forms.SWIGLU_BLOCK, {},
      {"dy": x, "x": x, "dx": x, "width": i}),
-    (grouped.grouped_linear_kernel, grouped.GROUPED_BLOCK, {},
-     {"x": x, "weight": x, "y": x, "tiles": "*i32", "columns": i, "inner": i,
-      "group_stride": i, "row_stride": i, "column_stride": i}),
 ]
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for kernel, block, switches, signature in CASES:
@@ -106,7 +101,7 @@ def test_kernels_compile_without_spilling(tmp_path):
     each = "    sys.argv = ['', *words]\n    exec(code, {})\n"
     code = f"import sys\ncode = {COMPILE!r}\nfor words in {words!r}:\n{each}"
     lines = run(code, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
-    assert len(lines) == 9 * len(targets)
+    assert len(lines) == 8 * len(targets)
     assert not [line for line in lines if not re.search(r"STACK:0\b", line)]
     files = list(tmp_path.glob("*-*/*.ttir"))
     assert len(files) == len(lines)
