@@ -198,7 +198,8 @@ def choose(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> Cho
     elif device.type == "cuda":
         name, reason = _on_cuda(op, device, dtype, shape)
     else:
-        name, reason = _off_cuda(device)
+        name = "blocks" if device.type == "cpu" else "torch"
+        reason = "Triton kernels are for CUDA devices"
     choice = Choice(op, str(device), dtype, shape, name, reason)
     if device.type == "cpu":
         _say_cpu(dtype)
@@ -213,11 +214,9 @@ def _say_cpu(dtype: torch.dtype) -> None:
     logger.info("kernels on the CPU: torch's and blocks, %s (yuan-train doctor --verbose lists them)", dtype)
 
 
-def _off_cuda(device: torch.device) -> tuple[str, str]:
-    return "blocks" if device.type == "cpu" else "torch", "Triton kernels are for CUDA devices"
-
-
 def _on_cuda(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> tuple[str, str]:
+    from yuan_kernels import self_test
+
     if dtype not in _TRITON_DTYPES:
         return "torch", f"no Triton kernel for {dtype}"
     if shape == "odd":
@@ -227,7 +226,7 @@ def _on_cuda(op: str, device: torch.device, dtype: torch.dtype, shape: str) -> t
     capability = torch.cuda.get_device_capability(device)
     if capability < MINIMUM_CAPABILITY:
         return "torch", f"compute capability {capability[0]}.{capability[1]} is below 7.0"
-    fault = _fault(lambda: _triton_is_correct(op, device, dtype))
+    fault = _fault(lambda: self_test.triton_is_correct(op, device, dtype))
     return ("torch", f"the Triton kernel failed its test: {fault}") if fault else ("triton", "tested")
 
 
@@ -290,12 +289,6 @@ def _add_product(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         return "torch", "one pass is for 16 bits on CUDA devices"
     fault = _fault(lambda: products.fp32_addmm_is_correct(device, dtype))
     return ("torch", f"one pass failed its test: {fault}") if fault else ("one_pass", "tested")
-
-
-def _triton_is_correct(op: str, device: torch.device, dtype: torch.dtype) -> bool:
-    from yuan_kernels import self_test
-
-    return self_test.triton_is_correct(op, device, dtype)
 
 
 def _fault(test: Callable[[], bool]) -> str | None:

@@ -58,9 +58,8 @@ def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
 def _wide_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
     x, weight = ctx.saved_tensors
     rows = _rows(dy)
-    op = _linear
-    dweight = op(rows.T, _rows(x).T.float(), None)
-    return op(dy, weight.T.float(), None).to(x.dtype), dweight.to(weight.dtype)
+    dweight = _linear(rows.T, _rows(x).T.float(), None)
+    return _linear(dy, weight.T.float(), None).to(x.dtype), dweight.to(weight.dtype)
 
 
 @registration.register("yuan::linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
@@ -82,9 +81,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-    op, rows = _linear, _rows(dy)
+    rows = _rows(dy)
     return (
-        op(dy, weight.T, None) if needs_x else None,
-        op(rows.T, _rows(x).T, None) if needs_weight else None,
+        _linear(dy, weight.T, None) if needs_x else None,
+        _linear(rows.T, _rows(x).T, None) if needs_weight else None,
         rows.sum(dim=0) if needs_bias else None,
     )

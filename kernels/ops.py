@@ -21,16 +21,8 @@ from __future__ import annotations
 import torch
 from yuan_kernels import attention
 from yuan_kernels.attention import DocumentRanges, causal_attention, masked_attention
-from yuan_kernels.cross_entropy import linear_cross_entropy
-from yuan_kernels.cross_entropy_blocks import Exchange
-from yuan_kernels.dispatch import (
-    Choice,
-    choices,
-    choose_all,
-    fall_back,
-    forget_fallbacks,
-    variable_held,
-)
+from yuan_kernels.cross_entropy import Exchange, linear_cross_entropy
+from yuan_kernels.dispatch import Choice, choices, choose_all, fall_back, forget_fallbacks, variable_held
 from yuan_kernels.expert_rows import combine_rows, expert_rows
 from yuan_kernels.grouped_linear import add_grouped_products_, grouped_linear
 from yuan_kernels.linear import linear, wide_linear

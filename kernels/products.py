@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from yuan_kernels import dispatch
+from yuan_kernels.reference import blocks
 
 logger = logging.getLogger("yuan_kernels")
 
@@ -176,10 +176,10 @@ def _fill_by_fp32_blocks(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
 
     `float` keeps the memory order of a transposed operand, so that the conversion reads and writes in order.
     """
-    for rows in _blocks(x.shape[0]):
-        for columns in _blocks(weight.shape[0]):
+    for rows in blocks(x.shape[0], _BLOCK):
+        for columns in blocks(weight.shape[0], _BLOCK):
             total: Tensor | None = None
-            for terms in _blocks(x.shape[1]):
+            for terms in blocks(x.shape[1], _BLOCK):
                 part = linear(x[rows, terms].float(), weight[columns, terms].float())
                 total = part if total is None else total.add_(part)
             if total is None:
@@ -189,14 +189,10 @@ def _fill_by_fp32_blocks(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | 
 
 def _add_fp32_blocks(total: Tensor, x: Tensor, weight: Tensor) -> None:
     """total += x weight^T, in fp32."""
-    for rows in _blocks(x.shape[0]):
-        for columns in _blocks(weight.shape[0]):
-            for terms in _blocks(x.shape[1]):
+    for rows in blocks(x.shape[0], _BLOCK):
+        for columns in blocks(weight.shape[0], _BLOCK):
+            for terms in blocks(x.shape[1], _BLOCK):
                 total[rows, columns] += linear(x[rows, terms].float(), weight[columns, terms].float())
-
-
-def _blocks(count: int) -> Iterator[slice]:
-    return (slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))
 
 
 def _uses_onednn(x: Tensor, columns: int) -> bool:

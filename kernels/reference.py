@@ -8,7 +8,7 @@ F = feed-forward width, V = vocabulary, N also = experts, K = experts of a token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -32,20 +32,10 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; the other arguments need {list(expected)}")
 
 
-def localized_filter(
-    x: Tensor,
-    conv1_weight: Tensor,
-    conv1_bias: Tensor,
-    conv2_weight: Tensor,
-    conv2_bias: Tensor | None,
-    *,
-    document_start: Tensor | None = None,
-) -> Tensor:
-    """Return two causal two-tap convolutions of x, H -> H/2 -> H (Yuan 2.0 paper, section 2.1); see `ops`."""
-    state = empty_filter_state(x, conv1_weight)
-    return localized_filter_step(
-        x, state, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start=document_start
-    )[0]
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """Return an iterator over slices of at most `size` that cover range(count) in order."""
+    size = max(1, size)
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
 def localized_filter_step(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from yuan_kernels import dispatch, reference, registration
-from yuan_kernels.reference import accumulation_dtype, check_shape
+from yuan_kernels.reference import accumulation_dtype, blocks, check_shape
 
 BLOCK = 1 << 16
 """Elements of a block: the three fp32 buffers of the backward then fit a second-level cache of 1 MB."""
@@ -153,8 +153,7 @@ def _backward_blocks(
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
     """Return an iterator over slices of x's rows [T, H], which on a CPU stay in the cache."""
-    tokens, size = x.shape[0], _block_rows(x)
-    return (slice(first, min(first + size, tokens)) for first in range(0, tokens, size))
+    return blocks(x.shape[0], _block_rows(x))
 
 
 def _block_rows(x: Tensor) -> int:

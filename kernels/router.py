@@ -12,12 +12,12 @@ that were chosen. It computes their softmax again: nothing of size experts^2 is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from yuan_kernels import dispatch, reference, registration
+from yuan_kernels.reference import blocks
 
 _TOKENS = 4096
 """Tokens whose softmax over pairs of experts exists at once."""
@@ -29,7 +29,12 @@ def attention_scores(products: Tensor) -> Tensor:
     p_i = sum_j softmax_j(q_i k_j) v_j (arXiv 2405.17976, section 3.1). Without a gradient.
     """
     with torch.no_grad():
-        return torch.cat([reference.attention_scores(products[rows]) for rows in _blocks(products)])
+        return torch.cat(
+            [
+                reference.attention_scores(products[rows])
+                for rows in blocks(max(1, products.shape[0]), _TOKENS)
+            ]
+        )
 
 
 def attention_router_weights(products: Tensor, chosen: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ def attention_router_weights(products: Tensor, chosen: Tensor) -> Tensor:
     "yuan::attention_router_weights", lambda products, chosen: products.new_empty(chosen.shape)
 )
 def _weights(products: Tensor, chosen: Tensor) -> Tensor:
-    found = [_attend(products[rows], chosen[rows])[0] for rows in _blocks(products)]
+    found = [_attend(products[rows], chosen[rows])[0] for rows in blocks(max(1, products.shape[0]), _TOKENS)]
     return torch.cat(found).softmax(dim=-1)
 
 
@@ -51,7 +56,7 @@ def _weights(products: Tensor, chosen: Tensor) -> Tensor:
 def _weights_backward(dw: Tensor, w: Tensor, products: Tensor, chosen: Tensor) -> Tensor:
     gradient = torch.empty(products.shape, dtype=products.dtype, device=products.device)
     dp = w * (dw - (dw * w).sum(dim=-1, keepdim=True))
-    for rows in _blocks(products):
+    for rows in blocks(max(1, products.shape[0]), _TOKENS):
         p_TK, s_TKN = _attend(products[rows], chosen[rows])
         query, key, value = products[rows].chunk(3, dim=-1)
         dp_TK1 = dp[rows].unsqueeze(-1)
@@ -69,11 +74,6 @@ def _attend(products: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     query, key, value = products.chunk(3, dim=-1)
     softmax = (query.gather(1, chosen).unsqueeze(-1) * key.unsqueeze(1)).softmax(dim=-1)
     return (softmax * value.unsqueeze(1)).sum(dim=-1), softmax
-
-
-def _blocks(products: Tensor) -> Iterator[slice]:
-    tokens = products.shape[0]
-    return (slice(first, first + _TOKENS) for first in range(0, max(tokens, 1), _TOKENS))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

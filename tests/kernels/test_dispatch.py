@@ -51,7 +51,7 @@ def test_choices_name_every_op(monkeypatch):
 def fake_gpu(monkeypatch, *, capability=(9, 0), triton=True, varlen=True, correct=lambda *_: True) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda _: object() if triton else None)
-    monkeypatch.setattr(dispatch, "_triton_is_correct", correct)
+    monkeypatch.setattr(self_test, "triton_is_correct", correct)
     monkeypatch.setattr(self_test, "varlen_is_correct", correct)
     monkeypatch.setattr(attention, "varlen_attention", lambda: object() if varlen else None)
 

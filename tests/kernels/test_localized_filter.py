@@ -44,7 +44,12 @@ def two_convolutions(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) 
     return F.conv1d(F.pad(c, (1, 0)), w2, b2).transpose(1, 2)
 
 
-@pytest.mark.parametrize("form", [reference.localized_filter, sandwich.localized_filter])
+def definition(x: Tensor, *weights: Tensor, document_start: Tensor | None = None) -> Tensor:
+    state = reference.empty_filter_state(x, weights[0])
+    return reference.localized_filter_step(x, state, *weights, document_start=document_start)[0]
+
+
+@pytest.mark.parametrize("form", [definition, sandwich.localized_filter])
 def test_worked_example(form):
     """H = 2, by hand: c = 3.25, 4.75, 5.25, because c[-1] is 0 and not the bias."""
     u = torch.tensor([[[1.0, 2.0], [3.0, -1.0], [0.5, 0.0]]], dtype=torch.float64)
@@ -60,7 +65,7 @@ def test_worked_example(form):
     torch.testing.assert_close(f, expected.double(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", [reference.localized_filter, sandwich.localized_filter])
+@pytest.mark.parametrize("form", [definition, sandwich.localized_filter])
 def test_equals_two_convolutions(form):
     x, weights = make_inputs(13)
     torch.testing.assert_close(form(x, *weights), two_convolutions(x, *weights), rtol=0, atol=1e-12)
@@ -78,7 +83,7 @@ def test_sandwich_equals_reference(tokens, hidden, batch, rate, seed):
     x, weights = make_inputs(tokens, hidden, batch=batch, seed=seed)
     starts = None if rate is None else make_starts(tokens, batch=batch, seed=seed, rate=rate)
     ours = with_gradients(sandwich.localized_filter, x, *weights, document_start=starts)
-    expected = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
+    expected = with_gradients(definition, x, *weights, document_start=starts)
     assert_close(ours, expected)
 
 
@@ -135,7 +140,7 @@ def test_a_split_sequence_equals_the_whole(cut, with_starts):
         return torch.cat((left, right), dim=1)
 
     ours = with_gradients(in_two, x, *weights, document_start=starts)
-    expected = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
+    expected = with_gradients(definition, x, *weights, document_start=starts)
     assert_close(ours, expected)
 
 
@@ -206,7 +211,7 @@ def test_odd_sizes(batch, tokens, with_starts):
     x, weights = make_inputs(tokens, 6, batch=batch)
     starts = make_starts(tokens, batch=batch) if with_starts else None
     ours = with_gradients(ops.localized_filter, x, *weights, document_start=starts)
-    expected = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
+    expected = with_gradients(definition, x, *weights, document_start=starts)
     assert_close(ours, expected)
 
 
@@ -232,7 +237,7 @@ def test_rounding_is_no_worse_than_the_plain_form(dtype):
 @pytest.mark.parametrize("needed", range(5))
 def test_one_gradient_alone(needed):
     x, weights = make_inputs(5)
-    expected = with_gradients(reference.localized_filter, x, *weights)[1 + needed]
+    expected = with_gradients(definition, x, *weights)[1 + needed]
     inputs = [x, *weights]
     inputs[needed] = inputs[needed].clone().requires_grad_()
     y = ops.localized_filter(*inputs)
@@ -257,7 +262,7 @@ def test_sharded_channels_sum_to_the_whole():
 def test_data_and_weight_gradients_are_separable(with_starts):
     x, weights = make_inputs(6)
     starts = make_starts(6) if with_starts else None
-    wanted_y, dx, *dweights = with_gradients(reference.localized_filter, x, *weights, document_start=starts)
+    wanted_y, dx, *dweights = with_gradients(definition, x, *weights, document_start=starts)
     y, taps = ops.localized_filter_forward(x, *weights, document_start=starts)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     ours, dz, _ = ops.localized_filter_data_gradient(dy, weights[0], weights[2], document_start=starts)
