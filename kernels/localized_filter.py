@@ -74,9 +74,9 @@ def localized_filter(
     Raises:
         ValueError: a shape does not fit the others, or document_start is not bool.
     """
-    _check(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
     weights = conv1_weight, conv1_bias, conv2_weight, conv2_bias
     if dispatch.reference_selected():
+        _check(x, conv1_weight, conv1_bias, conv2_weight, conv2_bias, document_start, before)
         state = reference.empty_filter_state(x, conv1_weight) if before is None else before
         return reference.localized_filter_step(x, state, *weights, document_start=document_start)[0]
     return _filter(x, *weights, document_start, *(before or (None, None)))[0]
