@@ -25,7 +25,7 @@ static int take_room(struct placement *own, int32_t num_steps)
 {
     size_t steps = (size_t)num_steps, batches = (steps + 1) / 2, positions = steps * (size_t)own->what.parts;
     size_t keys = batches * (size_t)own->what.leaving;
-    size_t bytes = steps * sizeof(struct step) +
+    size_t bytes = (size_t)own->what.leaving * sizeof(double) + steps * sizeof(struct step) +
                    (1 + steps + 2 * batches + 2 * positions + 8 * keys) * sizeof(int32_t);
     if (bytes > own->room) {
         free(own->memory);
@@ -35,7 +35,10 @@ static int take_room(struct placement *own, int32_t num_steps)
             return -1;
         own->room = bytes;
     }
-    own->steps = own->memory;
+    own->kept_of = own->memory;
+    memset(own->kept_of, 0, (size_t)own->what.leaving * sizeof(double));
+    own->kept = (struct kept_bytes){0.0, 0.0};
+    own->steps = (struct step *)(own->kept_of + own->what.leaving);
     own->first = (int32_t *)(own->steps + steps);
     own->forwards = own->first + steps;
     own->backwards = own->forwards + batches;
@@ -197,7 +200,7 @@ static struct placement *choose_place(struct placements *all, const struct sendi
     return chosen;
 }
 
-const struct placement *find_placement(struct placements *all, const struct sending *what, const struct step *steps,
+struct placement *find_placement(struct placements *all, const struct sending *what, const struct step *steps,
                                        int32_t num_steps)
 {
     struct placement *own = choose_place(all, what, steps, num_steps);
@@ -233,9 +236,12 @@ size_t num_leaving(const struct placement *own)
 
 /* --- what stays, and a run -------------------------------------------------------------------------------- */
 
-struct kept_bytes find_kept(const struct placement *own, const double *bytes)
+struct kept_bytes find_kept(struct placement *own, const double *bytes)
 {
     struct kept_bytes most = {0.0, 0.0}, now = {0.0, 0.0};
+    size_t size_of_bytes = (size_t)own->what.leaving * sizeof(double);
+    if (!memcmp(own->kept_of, bytes, size_of_bytes))
+        return own->kept;
     double all = 0.0;
     int32_t next = 0, splits = 0;
     for (int32_t part = 0; part < own->what.leaving; part++)
@@ -261,7 +267,8 @@ struct kept_bytes find_kept(const struct placement *own, const double *bytes)
             most.card = max_of(most.card, now.card);
         }
     }
-    return most;
+    memcpy(own->kept_of, bytes, size_of_bytes);
+    return own->kept = most;
 }
 
 /* Begin a copy, or wait for one. */

@@ -10,6 +10,11 @@ struct sending {
     int32_t parts, leaving, resident, ahead;
 };
 
+/* The most bytes of what leaves that are on card and host at once. */
+struct kept_bytes {
+    double card, host;
+};
+
 /* The steps of a worker in parts, and the copies between them. */
 struct placement {
     struct sending what;
@@ -20,6 +25,8 @@ struct placement {
     int32_t *step_at, *ends;       /* [positions]: its step; end of the copies before it */
     int32_t *copies;               /* kind of copy, and what it copies */
     int32_t *state, *queue;        /* [micro-batches, leaving]: scratch */
+    struct kept_bytes kept;        /* what `find_kept` said last, of these bytes */
+    double *kept_of;               /* [leaving]; 0 before */
     void *memory;
     size_t room;
     int64_t used; /* when */
@@ -42,18 +49,13 @@ struct copy_clock {
     int32_t step, copy; /* the next ones */
 };
 
-/* The most bytes of what leaves that are on card and host at once. */
-struct kept_bytes {
-    double card, host;
-};
-
 /* What a worker's steps send away; `fits` says whether `resident` parts are enough. NULL without memory. */
-const struct placement *find_placement(struct placements *all, const struct sending *what, const struct step *steps,
+struct placement *find_placement(struct placements *all, const struct sending *what, const struct step *steps,
                                        int32_t num_steps);
 void free_placements(struct placements *all);
 /* How many copies each way a run may have. */
 size_t num_leaving(const struct placement *placement);
-struct kept_bytes find_kept(const struct placement *placement, const double *bytes);
+struct kept_bytes find_kept(struct placement *placement, const double *bytes);
 /* The end of the worker's next step. */
 double run_parts(struct copy_clock *clock, double start, double seconds);
 

@@ -575,8 +575,8 @@ static int find_changes(struct evaluator *evaluator, const struct draft *draft, 
     return failed;
 }
 
-/* The end of the last reduction or backward. */
-static int reduce_gradients(struct evaluator *evaluator, const struct draft *draft, double *end)
+/* The end of the last reduction or backward; 0, or as `run_transfers`. */
+static int reduce_gradients(struct evaluator *evaluator, const struct draft *draft, double latest, double *end)
 {
     double first = INFINITY;
     for (int32_t i = 0; i < evaluator->num_transfers; i++) {
@@ -592,9 +592,11 @@ static int reduce_gradients(struct evaluator *evaluator, const struct draft *dra
         for (int32_t r = 0; r < draft->stages[s].num_replicas; r++)
             evaluator->work_end[evaluator->first_replica[s] + r] =
                 max_of(evaluator->work_end[evaluator->first_replica[s] + r], evaluator->end[s]);
-    if (find_changes(evaluator, draft, first) ||
-        run_transfers(evaluator, draft->is_sharded ? REDUCE_SCATTER : ALL_REDUCE))
+    if (find_changes(evaluator, draft, first))
         return -1;
+    int failed = run_transfers(evaluator, draft->is_sharded ? REDUCE_SCATTER : ALL_REDUCE, latest);
+    if (failed)
+        return failed;
     for (int32_t i = 0; i < evaluator->num_transfers; i++)
         *end = max_of(*end, evaluator->transfers[i].end);
     for (int32_t i = 0; i < evaluator->num_replicas; i++)
@@ -614,7 +616,7 @@ static int gather_weights(struct evaluator *evaluator, double *wait)
     for (int32_t i = 0; i < count; i++)
         evaluator->transfers[i].ready = evaluator->transfers[i].compute = 0.0;
     evaluator->num_changes = 0;
-    if (run_transfers(evaluator, ALL_GATHER))
+    if (run_transfers(evaluator, ALL_GATHER, INFINITY))
         return -1;
     for (int32_t i = 0; i < count; i++) {
         const struct transfer *transfer = &evaluator->transfers[i];
@@ -796,10 +798,11 @@ int price_realised(struct evaluator *evaluator, const struct draft *draft, doubl
         return 2;
     make_buckets(evaluator, draft);
     if (evaluator->num_transfers) {
-        double end = price->compute;
+        /* Sums in another order than the step's. */
+        double end = price->compute, latest = price->over == 0.0 ? (limit - price->update) * (1.0 + 1e-9) : INFINITY;
         find_times_of_units(evaluator, draft);
-        if (reduce_gradients(evaluator, draft, &end))
-            return -1;
+        if ((failed = reduce_gradients(evaluator, draft, latest, &end)))
+            return failed;
         price->reduce = end - price->compute;
         if (draft->is_sharded && gather_weights(evaluator, &price->sync))
             return -1;

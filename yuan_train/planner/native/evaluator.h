@@ -134,7 +134,8 @@ double ring_seconds(const struct problem *problem, const struct ring *ring, enum
 struct run;
 struct run *make_run(const struct problem *problem, struct arena *arena);
 void free_run(struct run *run);
-/* The ends of the evaluator's transfers, in the order in which they stand; 0, or -1 without memory. */
-int run_transfers(struct evaluator *evaluator, enum collective collective);
+/* The ends of the evaluator's transfers, in the order in which they stand; 0, 2 if not all end by `latest`, or -1 without
+ * memory. */
+int run_transfers(struct evaluator *evaluator, enum collective collective, double latest);
 
 #endif

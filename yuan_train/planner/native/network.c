@@ -306,7 +306,7 @@ static int32_t advance(struct evaluator *evaluator, enum collective collective)
     return through;
 }
 
-int run_transfers(struct evaluator *evaluator, enum collective collective)
+int run_transfers(struct evaluator *evaluator, enum collective collective, double latest)
 {
     struct run *run = evaluator->run;
     memset(evaluator->flows, 0, sizeof(int32_t) * (size_t)evaluator->problem->num_nodes);
@@ -321,6 +321,8 @@ int run_transfers(struct evaluator *evaluator, enum collective collective)
     for (int32_t left = evaluator->num_transfers; left;) {
         start_ready(evaluator);
         left -= advance(evaluator, collective);
+        if (run->now > latest)
+            return 2;
     }
     return 0;
 }

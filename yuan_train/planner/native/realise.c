@@ -164,6 +164,87 @@ int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
     return price_stage(search->evaluator, draft, p, s);
 }
 
+/* All that the fit of a stage which sends nothing away follows from, in one space: pools by their kinds. */
+struct fit_key {
+    double optimizer_share, packed_share, copied_share;
+    int32_t first_unit, end_unit, in_flight, size, is_alone, layers, width, num_replicas, may_offload;
+    int32_t kinds[MAX_REPLICAS];
+};
+
+/* How such a stage was fitted, and what that takes. */
+struct fit {
+    struct fit_key key;
+    int32_t is_known, failed, slowest; /* `slowest`: which of the replicas */
+    int16_t recompute, num_recomputed;
+    double offload;
+    struct stage_price price;
+};
+
+enum { NUM_FITS = 4096 };
+
+size_t size_of_fits(void)
+{
+    return NUM_FITS * sizeof(struct fit);
+}
+
+static struct fit *find_fit(struct search *search, const struct draft *draft, const struct draft_pipeline *pipeline,
+                            int32_t number, struct fit_key *key)
+{
+    const struct draft_stage *stage = &draft->stages[number];
+    const struct stage_price *price = &search->evaluator->prices[number];
+    uint64_t hash = 14695981039346656037ull, word;
+    memset(key, 0, sizeof *key);
+    key->optimizer_share = price->optimizer_share;
+    key->packed_share = price->packed_share;
+    key->copied_share = price->copied_share;
+    key->first_unit = price->first_unit;
+    key->end_unit = price->end_unit;
+    key->in_flight = price->in_flight;
+    key->size = pipeline->size;
+    key->is_alone = pipeline->num_stages == 1;
+    key->layers = stage->layers;
+    key->width = stage->width;
+    key->num_replicas = stage->num_replicas;
+    key->may_offload = stage->may_offload;
+    for (int32_t r = 0; r < stage->num_replicas; r++)
+        key->kinds[r] = search->problem->pools[stage->pools[r]].kind;
+    for (size_t i = 0; i < sizeof *key; i += sizeof word) {
+        memcpy(&word, (const char *)key + i, sizeof word);
+        hash = (hash ^ word) * 1099511628211ull;
+    }
+    return &search->fits[(hash >> 32) % NUM_FITS];
+}
+
+/* As `fit_stage`, once for stages that are alike. Where links were measured, places tell cards of a kind apart. */
+static int fit_once(struct search *search, struct draft *draft, int32_t p, int32_t s)
+{
+    const struct draft_pipeline *pipeline = &draft->pipelines[p];
+    int32_t number = pipeline->first_stage + s;
+    struct draft_stage *stage = &draft->stages[number];
+    struct evaluator *evaluator = search->evaluator;
+    struct stage_price *price = &evaluator->prices[number];
+    struct fit_key key;
+    if (!search->fits || search->problem->is_measured || (stage->sends && search->space->may_send))
+        return fit_stage(search, draft, p, s);
+    struct fit *fit = find_fit(search, draft, pipeline, number, &key);
+    const int32_t *places = &evaluator->place_of[evaluator->first_replica[number]];
+    if (fit->is_known && !memcmp(&fit->key, &key, sizeof key)) {
+        *price = fit->price;
+        price->slowest = stage->pools[fit->slowest];
+        price->place = places[fit->slowest];
+        stage->recompute = fit->recompute;
+        stage->num_recomputed = fit->num_recomputed;
+        stage->offload = fit->offload;
+        return fit->failed;
+    }
+    int failed = fit_stage(search, draft, p, s);
+    int32_t slowest = 0;
+    while (!failed && (places[slowest] != price->place || stage->pools[slowest] != price->slowest))
+        slowest++;
+    *fit = (struct fit){key, 1, failed, slowest, stage->recompute, stage->num_recomputed, stage->offload, *price};
+    return failed;
+}
+
 int realise_draft(struct search *search, struct draft *draft)
 {
     struct evaluator *evaluator = search->evaluator;
@@ -180,7 +261,7 @@ int realise_draft(struct search *search, struct draft *draft)
         if (is_virtual && fit_workers(search, draft, p))
             return 1;
         for (int32_t s = 0; !is_virtual && s < draft->pipelines[p].num_stages; s++)
-            if (fit_stage(search, draft, p, s))
+            if (fit_once(search, draft, p, s))
                 return 1;
     }
     return 0;

@@ -432,6 +432,7 @@ int search_drafts(struct evaluator *evaluator, const struct space *space, const 
     search.group_widths = TAKE(arena, cards, int32_t);
     search.speeds = TAKE(arena, cards, double);
     search.dealt = take_bytes(arena, size_of_dealt() * cards);
+    search.fits = take_bytes(arena, size_of_fits());
     search.candidate = take_draft(problem, arena);
     search.other = take_draft(problem, arena);
     search.best = take_draft(problem, arena);

@@ -5,6 +5,7 @@
 #include "evaluator.h"
 
 struct dealt;
+struct fit;
 
 struct search {
     struct evaluator *evaluator;
@@ -17,6 +18,7 @@ struct search {
     int32_t *members; /* [cards]: pipelines that a move changes together */
     int32_t *touched; /* [cards]: pipelines whose layers are dealt anew */
     int32_t *groups, *group_widths; /* [cards]: of a type, while starts are made */
+    struct fit *fits;          /* of stages that were fitted before, see `realise.c`; NULL: not kept */
     struct dealt *dealt;       /* [cards], of one pipeline's stages; see `realise.c` */
     double *speeds;            /* [cards], of pipelines */
     struct draft candidate, other, best, unfolded;
@@ -35,6 +37,7 @@ int32_t draw(struct search *search, int32_t n);
 double draw_share(struct search *search);
 
 size_t size_of_dealt(void);
+size_t size_of_fits(void);
 void copy_draft(struct draft *to, const struct draft *from);
 struct draft take_draft(const struct problem *problem, struct arena *arena);
 

@@ -51,51 +51,6 @@ static int take_cards(struct evaluator *evaluator, const struct draft_stage *sta
     return 0;
 }
 
-/* Who holds each unit; 1 if the stages of a pipeline do not make up the model. */
-int find_holders(struct evaluator *evaluator, const struct draft *draft)
-{
-    int32_t units = evaluator->problem->num_units, replicas = 0;
-    memset(evaluator->taken, 0, sizeof(int32_t) * (size_t)evaluator->problem->num_pools);
-    for (int32_t u = 0; u < units; u++) {
-        evaluator->holders[u] = 0;
-        evaluator->weights[u] = 0.0;
-        evaluator->slices[u] = 1;
-    }
-    for (int32_t p = 0; p < draft->num_pipelines; p++) {
-        const struct draft_pipeline *pipeline = &draft->pipelines[p];
-        int32_t next = 1;
-        for (int32_t s = 0; s < pipeline->num_stages; s++) {
-            const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
-            struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
-            price->first_unit = s ? next : 0;
-            evaluator->first_replica[pipeline->first_stage + s] =
-                stage->worker ? evaluator->first_replica[pipeline->first_stage + stage->worker - 1] : replicas;
-            if (!stage->worker && take_cards(evaluator, stage, replicas))
-                return 1;
-            replicas += stage->worker ? 0 : stage->num_replicas;
-            next += stage->layers;
-            price->end_unit = s == pipeline->num_stages - 1 ? units : next;
-            if (stage->layers < 0 || next >= units)
-                return 1;
-            for (int32_t u = price->first_unit; u < price->end_unit; u++) {
-                evaluator->stage_of[(size_t)p * units + u] = pipeline->first_stage + s;
-                evaluator->holders[u] += stage->num_replicas;
-                evaluator->weights[u] += stage->num_replicas * stage->share;
-                if (evaluator->slices[u] != stage->width)
-                    evaluator->slices[u] = common_multiple(evaluator->slices[u], stage->width);
-            }
-        }
-        if (next != units - 1)
-            return 1;
-    }
-    for (int32_t u = 0; u < units; u++) {
-        evaluator->holders[u] *= evaluator->problem->num_islands;
-        evaluator->weights[u] *= evaluator->problem->num_islands;
-    }
-    evaluator->num_replicas = replicas;
-    return 0;
-}
-
 int has_both_ends(const struct evaluator *evaluator, const struct draft_pipeline *pipeline)
 {
     const int32_t *first = evaluator->first_replica + pipeline->first_stage;
@@ -142,6 +97,53 @@ static void find_shares(const struct evaluator *evaluator, const struct draft *d
     if (evaluator->problem->reduce_copy_share)
         price->copied_share = evaluator->problem->reduce_copy_share * reduced_share(evaluator, draft, price);
     price->packed_share += price->copied_share;
+}
+
+/* Who holds each unit, and the shares of it; 1 if the stages of a pipeline do not make up the model. */
+int find_holders(struct evaluator *evaluator, const struct draft *draft)
+{
+    int32_t units = evaluator->problem->num_units, replicas = 0;
+    memset(evaluator->taken, 0, sizeof(int32_t) * (size_t)evaluator->problem->num_pools);
+    for (int32_t u = 0; u < units; u++) {
+        evaluator->holders[u] = 0;
+        evaluator->weights[u] = 0.0;
+        evaluator->slices[u] = 1;
+    }
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        int32_t next = 1;
+        for (int32_t s = 0; s < pipeline->num_stages; s++) {
+            const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+            struct stage_price *price = &evaluator->prices[pipeline->first_stage + s];
+            price->first_unit = s ? next : 0;
+            evaluator->first_replica[pipeline->first_stage + s] =
+                stage->worker ? evaluator->first_replica[pipeline->first_stage + stage->worker - 1] : replicas;
+            if (!stage->worker && take_cards(evaluator, stage, replicas))
+                return 1;
+            replicas += stage->worker ? 0 : stage->num_replicas;
+            next += stage->layers;
+            price->end_unit = s == pipeline->num_stages - 1 ? units : next;
+            if (stage->layers < 0 || next >= units)
+                return 1;
+            for (int32_t u = price->first_unit; u < price->end_unit; u++) {
+                evaluator->stage_of[(size_t)p * units + u] = pipeline->first_stage + s;
+                evaluator->holders[u] += stage->num_replicas;
+                evaluator->weights[u] += stage->num_replicas * stage->share;
+                if (evaluator->slices[u] != stage->width)
+                    evaluator->slices[u] = common_multiple(evaluator->slices[u], stage->width);
+            }
+        }
+        if (next != units - 1)
+            return 1;
+    }
+    for (int32_t u = 0; u < units; u++) {
+        evaluator->holders[u] *= evaluator->problem->num_islands;
+        evaluator->weights[u] *= evaluator->problem->num_islands;
+    }
+    evaluator->num_replicas = replicas;
+    for (int32_t s = 0; s < draft->num_stages; s++)
+        find_shares(evaluator, draft, &draft->stages[s], &evaluator->prices[s]);
+    return 0;
 }
 
 /* The units of a stage in two parts: up to `kept` of `part`, the others of `plain`. */
@@ -356,13 +358,13 @@ static int32_t list_steps(struct evaluator *evaluator, const struct draft *draft
 }
 
 /* The copies of replica r of a stage; NULL if it has none: no schedule, too few parts that may stay, no memory. */
-static const struct placement *place_replica(struct evaluator *evaluator, const struct draft *draft, int32_t p,
+static struct placement *place_replica(struct evaluator *evaluator, const struct draft *draft, int32_t p,
                                              int32_t s, int32_t r)
 {
     const struct draft_stage *stage = &draft->stages[draft->pipelines[p].first_stage + s];
     struct sending what = {2 * stage->layers, 2 * stage->away, stage->resident, stage->ahead};
     int32_t count = list_steps(evaluator, draft, p, s, r);
-    const struct placement *placement =
+    struct placement *placement =
         count < 0 ? NULL : find_placement(evaluator->placed, &what, evaluator->steps, count);
     return placement && placement->fits ? placement : NULL;
 }
@@ -382,7 +384,7 @@ static int price_away(struct evaluator *evaluator, const struct draft *draft, in
         all += bytes[i];
     evaluator->placed->kept = INT64_MAX;
     for (int32_t r = 0; r < stage->num_replicas; r++) {
-        const struct placement *placement = place_replica(evaluator, draft, p, s, r);
+        struct placement *placement = place_replica(evaluator, draft, p, s, r);
         if (!placement)
             return 1;
         struct kept_bytes own = find_kept(placement, bytes);
@@ -490,7 +492,6 @@ int price_stage(struct evaluator *evaluator, const struct draft *draft, int32_t 
         price->weight = SUM(weight, &own);
     }
     int is_twice = problem->is_tied && s == 0 && has_both_ends(evaluator, pipeline);
-    find_shares(evaluator, draft, stage, price);
     price_memory(problem, stage, &units, is_twice, price);
     price_update(problem, pipeline->size, stage, &units, is_twice, price);
     return stage->away ? price_away(evaluator, draft, p, s, &units) : 0;
