@@ -41,7 +41,7 @@ assert part.layers["0"].attention.query.bias.grad.any()
 assert ops.squared_relu(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 4.0]
 
 workers = one_worker_each(3)
-programs = make_schedule("in_turn", num_micro_batches=4, num_stages=3)
+programs = make_schedule("in_turn", num_micro_batches=4, workers=one_worker_each(3))
 check_schedule(programs, workers)
 kinds = [step.kind for step in programs[0] if step.is_compute]
 assert kinds == ["forward", "backward"] * 4

@@ -73,7 +73,7 @@ ROOMS = {
     "profile": (5, 1433),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7203),  # environments of what servers draw: a request a turn
-    "schedule": (9, 2057),
+    "schedule": (9, 2020),
     "serve": (6, 1799),  # what is reset at document ends goes with the weights
     "supervise": (7, 2093),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (25, 6487),  # it is noted how long a rank stood still

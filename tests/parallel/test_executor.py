@@ -16,7 +16,7 @@ from yuan_train.parallel.executor import WARM_UP_PIECES, Executor, Stopwatch
 from yuan_train.parallel.tiers.slab import begin_copy, make_link
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
-from yuan_train.schedule.step import Step
+from yuan_train.schedule.step import Step, one_worker_each
 
 
 class Mailbox:
@@ -90,10 +90,13 @@ class Stepper:
     ) -> None:
         num_stages = len(weights)
         self.schedule = (
-            forward_only(num_stages=num_stages, num_micro_batches=num_micro_batches)
+            forward_only(workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches)
             if schedule == "forward_only"
             else make_schedule(
-                schedule, num_stages=num_stages, num_micro_batches=num_micro_batches, in_flight=in_flight
+                schedule,
+                workers=one_worker_each(num_stages),
+                num_micro_batches=num_micro_batches,
+                in_flight=in_flight,
             )
         )
         self.works = [Scale(w, first=s == 0, last=s == num_stages - 1) for s, w in enumerate(weights)]
@@ -274,8 +277,8 @@ def test_forwards_and_backwards_have_paces_of_their_own(monkeypatch: pytest.Monk
             yield
 
     watch = Stopwatch(CPU, simulated=Simulated(4.0))
-    training = make_schedule("1f1b", num_stages=1, num_micro_batches=WARM_UP_PIECES)[0]
-    evaluation = forward_only(num_stages=1, num_micro_batches=WARM_UP_PIECES)[0]
+    training = make_schedule("1f1b", workers=one_worker_each(1), num_micro_batches=WARM_UP_PIECES)[0]
+    evaluation = forward_only(workers=one_worker_each(1), num_micro_batches=WARM_UP_PIECES)[0]
     executor = Executor({0: Timed(1.0, first=True, last=True)}, None, watch)
     found: list[float] = []
     for program in (training, training, evaluation, training, evaluation):
@@ -298,7 +301,7 @@ def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
             return super().forward(micro_batch, hidden_BSH)
 
     watch = Stopwatch(CPU)
-    (program,) = forward_only(num_stages=1, num_micro_batches=3)
+    (program,) = forward_only(workers=one_worker_each(1), num_micro_batches=3)
     Executor({0: Timed(1.0, first=True, last=True)}, None, watch).run(program)
     assert watch.read() == 3.0
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from yuan_train.parallel.gradients import GradReducer, closing_steps
 from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import RankProgram, Step, Workers
+from yuan_train.schedule.step import RankProgram, Step, Workers, one_worker_each
 
 Event = Step | int
 """A step that ended, or a bucket whose reduction started."""
@@ -52,7 +52,7 @@ def started(events: list[Event]) -> Iterator[int]:
 
 
 def test_a_bucket_starts_inside_the_last_backward() -> None:
-    program = make_schedule("1f1b", num_stages=1, num_micro_batches=3)[0]
+    program = make_schedule("1f1b", workers=one_worker_each(1), num_micro_batches=3)[0]
     names = ["embedding.weight", "layers.0.a", "layers.0.b", "layers.1.a"]
     events = run(program, {0: parameters_of(names)}, dict(zip(names, [0, 1, 1, 2], strict=True)))
     # All start before the last backward ends, and none in the one before it.
@@ -62,7 +62,7 @@ def test_a_bucket_starts_inside_the_last_backward() -> None:
 
 def test_a_gradient_added_without_a_backward_ends_with_the_step() -> None:
     """The head adds its gradient in the forward; an op may never call back. After the last step all start."""
-    program = make_schedule("1f1b", num_stages=1, num_micro_batches=1)[0]
+    program = make_schedule("1f1b", workers=one_worker_each(1), num_micro_batches=1)[0]
     events: list[Event] = []
     held = {0: parameters_of(["layers.0.a", "head.weight"])}
     reducer = GradReducer(program, held, {"layers.0.a": (0,), "head.weight": (1,)}, start=events.append)
@@ -158,7 +158,7 @@ def _last(events: list[Event], stage: int, position: int) -> bool:
 
 
 def test_a_reduction_left_from_the_step_before_is_an_error() -> None:
-    program = make_schedule("1f1b", num_stages=1, num_micro_batches=1)[0]
+    program = make_schedule("1f1b", workers=one_worker_each(1), num_micro_batches=1)[0]
     reducer = GradReducer(program, {0: parameters_of(["layers.0.a"])}, {"layers.0.a": (0,)}, start=print)
     reducer.begin()
     with pytest.raises(AssertionError):

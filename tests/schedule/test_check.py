@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from yuan_train.schedule.check import check_schedule
 from yuan_train.schedule.messages import with_messages
 from yuan_train.schedule.schedules import gpipe, make_schedule, one_forward_one_backward
-from yuan_train.schedule.step import Kind, RankProgram, Schedule, Step
+from yuan_train.schedule.step import Kind, RankProgram, Schedule, Step, one_worker_each
 
-SCHEDULE = one_forward_one_backward(num_stages=3, num_micro_batches=4)
+SCHEDULE = one_forward_one_backward(workers=one_worker_each(3), num_micro_batches=4)
 
 
 def faults(schedule: Schedule) -> str:
@@ -37,7 +37,7 @@ def moved(schedule: Schedule, step: Step, *, before: Step) -> Schedule:
 
 def test_valid_schedules_pass() -> None:
     check_schedule(SCHEDULE)
-    check_schedule(gpipe(num_stages=3, num_micro_batches=4))
+    check_schedule(gpipe(workers=one_worker_each(3), num_micro_batches=4))
     check_schedule(())
 
 
@@ -175,7 +175,7 @@ def test_a_deadlock_of_sends_on_a_transport_without_buffers() -> None:
 
 @given(st.sampled_from(["1f1b", "gpipe"]), st.integers(2, 5), st.integers(1, 6), st.data())
 def test_any_removed_step_is_found(name: str, num_stages: int, num: int, data: st.DataObject) -> None:
-    schedule = make_schedule(name, num_stages=num_stages, num_micro_batches=num)
+    schedule = make_schedule(name, workers=one_worker_each(num_stages), num_micro_batches=num)
     stage = data.draw(st.integers(0, num_stages - 1))
     faults(without(schedule, data.draw(st.sampled_from(schedule[stage]))))
 
@@ -185,7 +185,7 @@ def test_any_two_swapped_compute_steps_are_found(
     num_stages: int, num: int, kind: Kind, data: st.DataObject
 ) -> None:
     # Sends are not swapped. The last stage's forwards and the first stage's backwards have none.
-    schedule = one_forward_one_backward(num_stages=num_stages, num_micro_batches=num)
+    schedule = one_forward_one_backward(workers=one_worker_each(num_stages), num_micro_batches=num)
     stage = data.draw(st.integers(0, num_stages - 2)) + (kind == "backward")
     first, second = data.draw(st.lists(st.integers(0, num - 1), min_size=2, max_size=2, unique=True))
     assert "comes before" in faults(swapped(schedule, Step(kind, stage, first), Step(kind, stage, second)))
@@ -194,8 +194,12 @@ def test_any_two_swapped_compute_steps_are_found(
 @st.composite
 def programs(draw: st.DrawFn, stage: int, num_stages: int, num: int) -> RankProgram:
     """The compute steps of one stage, in the order of 1F1B, of GPipe, or in any order."""
-    steps = [step for step in gpipe(num_stages=num_stages, num_micro_batches=num)[stage] if step.is_compute]
-    usual = one_forward_one_backward(num_stages=num_stages, num_micro_batches=num)[stage]
+    steps = [
+        step
+        for step in gpipe(workers=one_worker_each(num_stages), num_micro_batches=num)[stage]
+        if step.is_compute
+    ]
+    usual = one_forward_one_backward(workers=one_worker_each(num_stages), num_micro_batches=num)[stage]
     order = draw(st.sampled_from(["1f1b", "gpipe", "any"]))
     if order == "any":
         steps = draw(st.permutations(steps))

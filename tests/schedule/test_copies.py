@@ -70,7 +70,7 @@ def test_what_is_kept_never_exceeds_what_may_be(
 
 
 def lane(resident: int = 4) -> tuple[RankProgram, dict[int, Offload]]:
-    program = make_schedule("gpipe", num_micro_batches=3, num_stages=1)[0]
+    program = make_schedule("gpipe", num_micro_batches=3, workers=one_worker_each(1))[0]
     offloads = {0: Offload(num_parts=3, num_leaving=2, resident=resident, ahead=1)}
     return with_copies(program, offloads), offloads
 

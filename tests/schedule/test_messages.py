@@ -102,7 +102,7 @@ def test_two_receives_of_a_direction_at_most(
 def test_gloo_gets_its_receives_earlier() -> None:
     """In 1F1B a receive moves before the use of the one before it; without gloo nothing moves."""
     workers = one_worker_each(3)
-    for program in make_schedule("1f1b", num_stages=3, num_micro_batches=6):
+    for program in make_schedule("1f1b", workers=one_worker_each(3), num_micro_batches=6):
         assert post_early(program, workers, lambda receive: False) == program
         moved = post_early(program, workers, lambda receive: True)
         assert sorted(map(str, moved)) == sorted(map(str, program))
@@ -116,7 +116,7 @@ def test_gloo_gets_its_receives_earlier() -> None:
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_receives_that_are_all_posted_early_are_refused(num_stages: int) -> None:
     workers = one_worker_each(num_stages)
-    schedule = make_schedule("1f1b", num_stages=num_stages, num_micro_batches=8)
+    schedule = make_schedule("1f1b", workers=one_worker_each(num_stages), num_micro_batches=8)
     with pytest.raises(ValueError, match="deadlock: the receive gradient of micro-batch 0 on stage 0 waits"):
         check_schedule(early(schedule, workers), workers)
 
@@ -124,14 +124,14 @@ def test_receives_that_are_all_posted_early_are_refused(num_stages: int) -> None
 def test_a_send_waits_where_its_receiver_is_far_behind() -> None:
     """Stage 0 forwards six micro-batches before its first backward, and until then it holds gradient 0 and
     posts no receive of gradient 1: stage 1 goes on with micro-batch 2 before it sends gradient 1."""
-    program = make_schedule("1f1b", num_stages=2, num_micro_batches=8, in_flight=(6, 1))[1]
+    program = make_schedule("1f1b", workers=one_worker_each(2), num_micro_batches=8, in_flight=(6, 1))[1]
     late = Step("send_gradient", 1, 1)
     assert program.index(late) > program.index(Step("forward", 1, 2))
 
 
 def test_what_a_message_proves() -> None:
     """In 1F1B on two stages, activation 2 leaves stage 0 after its backward of 0, which took gradient 0."""
-    schedule = make_schedule("1f1b", num_stages=2, num_micro_batches=4)
+    schedule = make_schedule("1f1b", workers=one_worker_each(2), num_micro_batches=4)
     assert arrivals_proven(schedule, one_worker_each(2), 1) == {
         Step("receive_activation", 1, 2): (Step("send_gradient", 1, 0),),
         Step("receive_activation", 1, 3): (Step("send_gradient", 1, 1),),

@@ -7,7 +7,7 @@ import pytest
 from yuan_train.schedule.check import check_pages, check_schedule, peak_in_flight
 from yuan_train.schedule.pages import Paging, by_group, with_pages
 from yuan_train.schedule.schedules import forward_only, make_schedule
-from yuan_train.schedule.step import Step
+from yuan_train.schedule.step import Step, one_worker_each
 
 
 def paging(pages: int, slots: int, group: int) -> Paging:
@@ -17,8 +17,8 @@ def paging(pages: int, slots: int, group: int) -> Paging:
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_every_program_of_groups_runs_and_keeps_its_slots(name):
     for stages, count, group in itertools.product((1, 2, 4), (1, 5, 8), (1, 2, 3, 8)):
-        schedule = make_schedule(name, num_micro_batches=count, num_stages=stages, group=group)
-        evaluation = forward_only(num_micro_batches=count, num_stages=stages, group=group)
+        schedule = make_schedule(name, num_micro_batches=count, workers=one_worker_each(stages), group=group)
+        evaluation = forward_only(num_micro_batches=count, workers=one_worker_each(stages), group=group)
         check_schedule(schedule)
         check_schedule(evaluation)
         most = count if name == "gpipe" else min(count, stages * group)
@@ -30,7 +30,7 @@ def test_every_program_of_groups_runs_and_keeps_its_slots(name):
 
 
 def test_a_page_comes_twice_a_group_and_its_sum_goes_down_once():
-    program = make_schedule("1f1b", num_micro_batches=4, num_stages=1, group=2)[0]
+    program = make_schedule("1f1b", num_micro_batches=4, workers=one_worker_each(1), group=2)[0]
     steps = with_pages(program, paging(4, 3, 2))
     counts = {
         kind: sum(step.kind == kind for step in steps) for kind in ("page_in", "gradient_up", "gradient_down")
@@ -49,7 +49,7 @@ def test_a_page_comes_twice_a_group_and_its_sum_goes_down_once():
 
 
 def test_the_next_page_is_fetched_before_the_running_one_with_three_slots():
-    program = make_schedule("1f1b", num_micro_batches=2, num_stages=1, group=2)[0]
+    program = make_schedule("1f1b", num_micro_batches=2, workers=one_worker_each(1), group=2)[0]
     steps = with_pages(program, paging(4, 3, 2))
     for page in (1, 2, 3):
         assert steps.index(Step("page_in", 0, 0, page)) < steps.index(Step("forward", 0, 0, page - 1))
@@ -61,7 +61,7 @@ def changed(steps, old, *new):
 
 
 def test_faults_are_named():
-    program = make_schedule("1f1b", num_micro_batches=4, num_stages=1, group=2)[0]
+    program = make_schedule("1f1b", num_micro_batches=4, workers=one_worker_each(1), group=2)[0]
     own = paging(3, 2, 2)
     steps = with_pages(program, own)
     faults = {

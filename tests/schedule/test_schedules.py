@@ -22,7 +22,7 @@ def compute(program: RankProgram) -> list[str]:
 
 def test_one_forward_one_backward_by_hand() -> None:
     # Three stages, four micro-batches: warm-up of 2, 1 and 0 forwards.
-    schedule = one_forward_one_backward(num_stages=3, num_micro_batches=4)
+    schedule = one_forward_one_backward(workers=one_worker_each(3), num_micro_batches=4)
     assert [" ".join(compute(program)) for program in schedule] == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -31,7 +31,7 @@ def test_one_forward_one_backward_by_hand() -> None:
 
 
 def test_messages_by_hand() -> None:
-    schedule = one_forward_one_backward(num_stages=2, num_micro_batches=2)
+    schedule = one_forward_one_backward(workers=one_worker_each(2), num_micro_batches=2)
     assert [str(step) for step in schedule[1]] == [
         "receive activation of micro-batch 0 on stage 1",
         "receive activation of micro-batch 1 on stage 1",
@@ -48,7 +48,9 @@ def test_messages_by_hand() -> None:
 def test_equal_stages_take_the_closed_form(num_stages: int, num_micro_batches: int) -> None:
     # (m + S - 1)(f + b) for both schedules; powers of two keep the sums exact.
     for schedule in UNSPLIT:
-        schedule = make_schedule(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
+        schedule = make_schedule(
+            schedule, workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches
+        )
         seconds = seconds_of(schedule, one_worker_each(num_stages), lambda step: UNITS[step.kind])
         assert seconds == (num_micro_batches + num_stages - 1) * 3.0
 
@@ -56,7 +58,9 @@ def test_equal_stages_take_the_closed_form(num_stages: int, num_micro_batches: i
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), micro_batches)
 def test_unequal_stages_are_never_faster_than_the_slowest(times: list[int], num_micro_batches: int) -> None:
     for schedule in UNSPLIT:
-        schedule = make_schedule(schedule, num_stages=len(times), num_micro_batches=num_micro_batches)
+        schedule = make_schedule(
+            schedule, workers=one_worker_each(len(times)), num_micro_batches=num_micro_batches
+        )
         workers = one_worker_each(len(times))
         seconds = seconds_of(schedule, workers, lambda step: UNITS[step.kind] * times[step.stage])
         assert seconds >= 3.0 * max(times) * num_micro_batches
@@ -67,17 +71,21 @@ def test_unequal_stages_are_never_faster_than_the_slowest(times: list[int], num_
 
 @given(stages, micro_batches)
 def test_micro_batches_in_flight(num_stages: int, num_micro_batches: int) -> None:
-    schedule = one_forward_one_backward(num_stages=num_stages, num_micro_batches=num_micro_batches)
+    schedule = one_forward_one_backward(
+        workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches
+    )
     for stage, program in enumerate(schedule):
         assert peak_in_flight(program) == min(num_stages - stage, num_micro_batches)
-    for program in gpipe(num_stages=num_stages, num_micro_batches=num_micro_batches):
+    for program in gpipe(workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches):
         assert peak_in_flight(program) == num_micro_batches
 
 
 @given(stages, micro_batches)
 def test_every_schedule_is_complete(num_stages: int, num_micro_batches: int) -> None:
     for schedule in UNSPLIT:
-        schedule = make_schedule(schedule, num_stages=num_stages, num_micro_batches=num_micro_batches)
+        schedule = make_schedule(
+            schedule, workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches
+        )
         check_schedule(schedule)
         for stage, program in enumerate(schedule):
             wanted = sorted(f"{kind}{m}" for kind in "FB" for m in range(num_micro_batches))
@@ -86,7 +94,7 @@ def test_every_schedule_is_complete(num_stages: int, num_micro_batches: int) -> 
             sends = [step for step in program if step.kind.startswith("send")]
             inner_sides = (stage > 0) + (stage < num_stages - 1)
             assert len(sends) == num_micro_batches * inner_sides
-    check_schedule(forward_only(num_stages=num_stages, num_micro_batches=num_micro_batches))
+    check_schedule(forward_only(workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches))
 
 
 @st.composite
@@ -98,7 +106,7 @@ def depths(draw: st.DrawFn) -> tuple[int, ...]:
 @given(depths(), micro_batches)
 def test_deeper_and_shallower_warm_up(in_flight: tuple[int, ...], num_micro_batches: int) -> None:
     schedule = one_forward_one_backward(
-        num_stages=len(in_flight), num_micro_batches=num_micro_batches, in_flight=in_flight
+        workers=one_worker_each(len(in_flight)), num_micro_batches=num_micro_batches, in_flight=in_flight
     )
     check_schedule(schedule)
     assert [peak_in_flight(program) for program in schedule] == [min(k, num_micro_batches) for k in in_flight]
@@ -108,13 +116,13 @@ def test_deeper_and_shallower_warm_up(in_flight: tuple[int, ...], num_micro_batc
 
 
 def test_a_stage_that_holds_fewer_than_the_next_deadlocks() -> None:
-    schedule = one_forward_one_backward(num_stages=2, num_micro_batches=4, in_flight=(1, 2))
+    schedule = one_forward_one_backward(workers=one_worker_each(2), num_micro_batches=4, in_flight=(1, 2))
     with pytest.raises(ValueError, match="deadlock: the receive gradient of micro-batch 0 on stage 0 waits"):
         check_schedule(schedule)
 
 
 def test_evaluation_has_only_forwards() -> None:
-    schedule = forward_only(num_stages=2, num_micro_batches=2)
+    schedule = forward_only(workers=one_worker_each(2), num_micro_batches=2)
     assert {step.kind for program in schedule for step in program} == {
         "forward",
         "send_activation",
@@ -124,10 +132,10 @@ def test_evaluation_has_only_forwards() -> None:
 
 def test_an_unknown_schedule() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'zigzag'; use one of 1f1b, gpipe"):
-        make_schedule("zigzag", num_stages=2, num_micro_batches=2)
+        make_schedule("zigzag", workers=one_worker_each(2), num_micro_batches=2)
 
 
 def test_one_stage_sends_nothing() -> None:
-    (program,) = one_forward_one_backward(num_stages=1, num_micro_batches=3)
+    (program,) = one_forward_one_backward(workers=one_worker_each(1), num_micro_batches=3)
     assert compute(program) == ["F0", "B0", "F1", "B1", "F2", "B2"]
     assert all(step.is_compute for step in program)

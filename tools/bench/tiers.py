@@ -27,7 +27,7 @@ from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simula
 from yuan_train.schedule.copies import Offload, Offloads, group_copies, with_copies
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, with_pages
 from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import PAGING, RankProgram
+from yuan_train.schedule.step import PAGING, RankProgram, one_worker_each
 
 PARTS, MICRO_BATCHES, IN_FLIGHT = 8, 12, 4
 PART_BYTES = 1 << 20
@@ -61,7 +61,9 @@ def activations(ratio: float, resident: int, seconds: float) -> Row:
     By the ratio of copies to compute, and the parts that may stay.
     """
     torch.set_num_threads(1)
-    program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, num_stages=1, in_flight=(IN_FLIGHT,))[0]
+    program = make_schedule(
+        "1f1b", num_micro_batches=MICRO_BATCHES, workers=one_worker_each(1), in_flight=(IN_FLIGHT,)
+    )[0]
     offloads = {0: Offload(num_parts=PARTS, num_leaving=PARTS, resident=resident, ahead=4)}
     copies = with_copies(program, offloads)
     # Of a part: a copy one way against a forward and a backward.
@@ -137,7 +139,9 @@ def pages(group: int, kind: str, seconds: float) -> Row:
     torch.set_num_threads(1)
     ratio, slots = float(kind.split(",")[0]), int(kind.split()[1])
     paging = Paging(num_pages=PARTS, slots=slots, group=group)
-    program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, num_stages=1, group=group)[0]
+    program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, workers=one_worker_each(1), group=group)[
+        0
+    ]
     groups = by_group(with_pages(program, paging))
     # Of a page: its weights, one way, against the forwards of all micro-batches.
     rate = PART_BYTES / (ratio * MICRO_BATCHES * seconds)

@@ -19,7 +19,6 @@ from yuan_train.schedule.step import (
     Step,
     Workers,
     num_workers,
-    one_worker_each,
     worker_of,
 )
 
@@ -58,7 +57,7 @@ _DURATIONS: dict[Kind, int] = {"forward": 1, "backward": 2, "backward_input": 1,
 
 
 @dataclass(frozen=True)
-class Limits:
+class _Limits:
     """Memory limits and priorities of the list scheduler."""
 
     caps: tuple[int, ...]
@@ -69,15 +68,10 @@ class Limits:
     """Forwards run in groups of this many micro-batches, stage by stage; None: the deepest stage first."""
 
 
-def list_schedule(workers: Workers, num_micro_batches: int, limits: Limits) -> tuple[RankProgram, ...]:
-    """The compute steps of every worker, in order, without messages."""
-    return _ListScheduler(workers, num_micro_batches, limits).run()
-
-
 class _ListScheduler:
-    """One run: when each worker is free, which steps are ready, how many activations it holds."""
+    """Makes compute steps: when each worker is free, which steps are ready, how many activations it holds."""
 
-    def __init__(self, workers: Workers, num_micro_batches: int, limits: Limits) -> None:
+    def __init__(self, workers: Workers, num_micro_batches: int, limits: _Limits) -> None:
         self._workers = workers
         self._limits = limits
         count = num_workers(workers)
@@ -85,9 +79,9 @@ class _ListScheduler:
         self._num_alive = [0] * count
         self._programs: list[list[Step]] = [[] for _ in range(count)]
         self._free_at = [0] * count
-        self._ready_backwards: list[list[tuple[tuple[int, ...], Step]]] = [[] for _ in range(count)]
-        self._ready_forwards: list[list[tuple[tuple[int, ...], Step]]] = [[] for _ in range(count)]
-        self._ready_weights: list[list[tuple[tuple[int, ...], Step]]] = [[] for _ in range(count)]
+        self._ready_backwards, self._ready_forwards, self._ready_weights = (
+            [list[tuple[tuple[int, ...], Step]]() for _ in range(count)] for _ in range(3)
+        )
         self._completions: list[tuple[int, int, Step]] = []
         self._num_completions = 0
         self._num_remaining = num_micro_batches * len(workers) * (3 if limits.split else 2)
@@ -95,14 +89,17 @@ class _ListScheduler:
             self._make_ready(Step("forward", 0, m))
 
     def run(self) -> tuple[RankProgram, ...]:
-        """Advance the clock from completion to completion until every step is taken."""
+        """The programs without messages: the clock advances from completion to completion until every step is
+        taken."""
         now = 0
         while self._num_remaining:
             for worker in range(len(self._programs)):
                 if self._free_at[worker] <= now:
                     self._take(worker, now)
             if not self._completions:
-                self._raise_caps()
+                # Every worker with a ready forward is blocked by its cap.
+                for w, forwards in enumerate(self._ready_forwards):
+                    self._caps[w] += bool(forwards)
                 continue
             now = self._completions[0][0]
             while self._completions and self._completions[0][0] == now:
@@ -130,12 +127,10 @@ class _ListScheduler:
         last = len(self._workers) - 1
         backward: Kind = "backward_input" if self._limits.split else "backward"
         if step.kind == "forward":
-            following = (
-                Step(backward, last, step.micro_batch)
-                if step.stage == last
-                else Step("forward", step.stage + 1, step.micro_batch)
+            at_end = step.stage == last
+            self._make_ready(
+                Step(backward if at_end else "forward", step.stage + (not at_end), step.micro_batch)
             )
-            self._make_ready(following)
             return
         if step.kind in ("backward", "backward_input") and step.stage > 0:
             self._make_ready(Step(backward, step.stage - 1, step.micro_batch))
@@ -158,12 +153,6 @@ class _ListScheduler:
             priority = (m, -stage) if group is None else (m // group, -stage, m)
             heapq.heappush(self._ready_backwards[worker], (priority, step))
 
-    def _raise_caps(self) -> None:
-        """Every worker is blocked by its cap: raise the caps of those with a ready forward by one."""
-        for worker, forwards in enumerate(self._ready_forwards):
-            if forwards:
-                self._caps[worker] += 1
-
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """The names that `make_schedule` accepts."""
@@ -173,21 +162,17 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 def make_schedule(
     schedule: str,
     *,
+    workers: Workers,
     num_micro_batches: int,
-    num_stages: int | None = None,
-    workers: Workers | None = None,
     in_flight: tuple[int, ...] | None = None,
     group: int = 1,
 ) -> Schedule:
     """The schedule of the given name, messages included.
 
-    Give either `num_stages`, for one worker per stage, or `workers`; `in_flight` is for 1f1b alone. With
-    `group`, so many micro-batches in a row pass each stage together, on stages of one replica. Raises
-    ValueError for a name that is not in SCHEDULES, and for virtual stages under 1f1b and gpipe.
+    `in_flight` is for 1f1b alone. With `group`, so many micro-batches in a row pass each stage together, on
+    stages of one replica. Raises ValueError for a name that is not in SCHEDULES, and for virtual stages under
+    1f1b and gpipe.
     """
-    if workers is None:
-        assert num_stages is not None
-        workers = one_worker_each(num_stages)
     if group > 1:
         count = -(-num_micro_batches // group)
         depths = None if in_flight is None else tuple(-(-depth // group) for depth in in_flight)
@@ -208,11 +193,7 @@ def make_schedule(
 
 
 def one_forward_one_backward(
-    *,
-    num_micro_batches: int,
-    num_stages: int | None = None,
-    workers: Workers | None = None,
-    in_flight: tuple[int, ...] | None = None,
+    *, workers: Workers, num_micro_batches: int, in_flight: tuple[int, ...] | None = None
 ) -> Schedule:
     """1F1B (PipeDream-Flush, Narayanan et al., ICML 2021): warm up, alternate forward and backward, drain.
 
@@ -226,7 +207,6 @@ def one_forward_one_backward(
     (w_s + w_t + cf + cb) / (K_s - K_t + 1), w = f + b; ceil((cf + cb) / max w) more micro-batches on every
     stage before the link hide the messages.
     """
-    workers = _workers(num_stages, workers)
     _reject_virtual_stages(workers, "1f1b")
     programs: list[RankProgram] = [()] * num_workers(workers)
     defaults = [sum(map(len, workers[stage:])) for stage in range(len(workers))]
@@ -246,11 +226,8 @@ def one_forward_one_backward(
     return with_messages(programs, workers, message_units=SLOW_MESSAGE if is_deep else FAST_MESSAGE)
 
 
-def gpipe(
-    *, num_micro_batches: int, num_stages: int | None = None, workers: Workers | None = None
-) -> Schedule:
+def gpipe(*, workers: Workers, num_micro_batches: int) -> Schedule:
     """GPipe (Huang et al. 2019): all forwards, then all backwards; every micro-batch is in flight at once."""
-    workers = _workers(num_stages, workers)
     _reject_virtual_stages(workers, "gpipe")
     programs: list[RankProgram] = [()] * num_workers(workers)
     for stage, replicas in enumerate(workers):
@@ -277,8 +254,8 @@ def interleaved(*, workers: Workers, num_micro_batches: int) -> Schedule:
         return with_messages(_looped_programs(count, len(workers) // count, num_micro_batches), workers)
     stages_of = [sum(worker in replicas for replicas in workers) for worker in range(count)]
     caps = tuple((stages_of[worker] - 1) * count + 2 * (count - 1 - worker) + 1 for worker in range(count))
-    limits = Limits(caps=caps, split=False, group=count)
-    return with_messages(list_schedule(workers, num_micro_batches, limits), workers)
+    limits = _Limits(caps=caps, split=False, group=count)
+    return with_messages(_ListScheduler(workers, num_micro_batches, limits).run(), workers)
 
 
 def _looped_programs(num_workers: int, num_rounds: int, num_micro_batches: int) -> list[RankProgram]:
@@ -305,8 +282,8 @@ def zero_bubble(*, workers: Workers, num_micro_batches: int) -> Schedule:
     """
     count = num_workers(workers)
     stages_of = [sum(worker in replicas for replicas in workers) for worker in range(count)]
-    limits = Limits(caps=tuple(number * count for number in stages_of), split=True, group=None)
-    return with_messages(list_schedule(workers, num_micro_batches, limits), workers)
+    limits = _Limits(caps=tuple(number * count for number in stages_of), split=True, group=None)
+    return with_messages(_ListScheduler(workers, num_micro_batches, limits).run(), workers)
 
 
 def in_groups(of_groups: Schedule, workers: Workers, *, group: int, num_micro_batches: int) -> Schedule:
@@ -326,15 +303,8 @@ def in_groups(of_groups: Schedule, workers: Workers, *, group: int, num_micro_ba
     )
 
 
-def forward_only(
-    *,
-    num_micro_batches: int,
-    num_stages: int | None = None,
-    workers: Workers | None = None,
-    group: int = 1,
-) -> Schedule:
+def forward_only(*, workers: Workers, num_micro_batches: int, group: int = 1) -> Schedule:
     """The schedule of an evaluation: every stage forwards every micro-batch, `group` of them together."""
-    workers = _workers(num_stages, workers)
     if group > 1:
         of_groups = forward_only(num_micro_batches=-(-num_micro_batches // group), workers=workers)
         return in_groups(of_groups, workers, group=group, num_micro_batches=num_micro_batches)
@@ -346,13 +316,6 @@ def forward_only(
             for m in range(first, min(first + count, num_micro_batches)):
                 programs[worker_of(workers, stage, m)].append(Step("forward", stage, m))
     return with_messages(map(tuple, programs), workers)
-
-
-def _workers(num_stages: int | None, workers: Workers | None) -> Workers:
-    if workers is not None:
-        return workers
-    assert num_stages is not None
-    return one_worker_each(num_stages)
 
 
 def _reject_virtual_stages(workers: Workers, schedule: str) -> None:

@@ -26,6 +26,7 @@ from yuan_train.planner.report.terminal import layer_words
 from yuan_train.planner.search.shapes import PipelineCut, Shape, assemble_plan, make_plan
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import in_flight, make_schedule
+from yuan_train.schedule.step import one_worker_each
 
 MODEL = tiny_model("yuan", num_layers=6, ffn_hidden_size=256, vocab_size=512, max_sequence_length=128)
 CARD = DeviceType(memory=2 * GIB, reserved=0, fp32=1e12, bf16=4e12, memory_bandwidth=1e11)
@@ -252,7 +253,9 @@ def test_pipelines_share_a_nic():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "m"), [(1, 4), (4, 2), (4, 9)])
 def test_in_flight_is_what_the_schedule_has(schedule, stages, m):
-    for stage, program in enumerate(make_schedule(schedule, num_stages=stages, num_micro_batches=m)):
+    for stage, program in enumerate(
+        make_schedule(schedule, workers=one_worker_each(stages), num_micro_batches=m)
+    ):
         assert in_flight(schedule, stage=stage, num_stages=stages, num_micro_batches=m) == peak_in_flight(
             program
         )

@@ -15,6 +15,7 @@ from yuan_train.planner.evaluate.simulator import simulate_schedule
 from yuan_train.schedule import copies
 from yuan_train.schedule.copies import Offload, group_copies, with_copies
 from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import one_worker_each
 
 TWO = cluster(Card=(2, card()))
 
@@ -22,7 +23,7 @@ TWO = cluster(Card=(2, card()))
 def one_worker(copy_seconds, *, micro_batches=6, resident=3, ahead=1):
     """A stage of two parts of 1 s forward and 2 s backward, whose first one leaves, under gpipe."""
     offloads = {0: Offload(num_parts=2, num_leaving=1, resident=resident, ahead=ahead)}
-    program = make_schedule("gpipe", num_micro_batches=micro_batches, num_stages=1)[0]
+    program = make_schedule("gpipe", num_micro_batches=micro_batches, workers=one_worker_each(1))[0]
     parts = PartTimes(forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), copy_seconds=(copy_seconds,))
     times = stage_times((2.0,), (4.0,), parts=(parts,))
     copies = {0: group_copies(with_copies(program, offloads))}

@@ -12,6 +12,7 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import simulate_schedule
 from yuan_train.schedule.pages import Paging, by_group, with_pages
 from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import one_worker_each
 
 ONE = cluster(Card=(1, card()))
 
@@ -19,7 +20,7 @@ ONE = cluster(Card=(1, card()))
 def one_worker(weight, gradient, *, slots=3, group=4):
     """Four micro-batches on four pages of 1 s forward and 2 s backward, and on what takes 1 s and 1 s."""
     paging = Paging(num_pages=4, slots=slots, group=group)
-    program = make_schedule("1f1b", num_micro_batches=4, num_stages=1, group=group)[0]
+    program = make_schedule("1f1b", num_micro_batches=4, workers=one_worker_each(1), group=group)[0]
     times = PageTimes(
         forward_seconds=(1.0, 1.0, 1.0, 1.0, 1.0),
         backward_seconds=(2.0, 2.0, 2.0, 2.0, 1.0),

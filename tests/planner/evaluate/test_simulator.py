@@ -9,6 +9,7 @@ from yuan_train.config.cluster import Sends
 from yuan_train.planner.evaluate.simulator import StageTimes, order_operations, simulate, simulate_schedule
 from yuan_train.planner.native.pipelines import run_rounds
 from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.step import one_worker_each
 
 
 def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
@@ -71,7 +72,7 @@ def test_a_slow_link_is_first_in_first_out():
 
 
 def test_every_compute_step_runs_once():
-    operations = order_operations(make_schedule("1f1b", num_stages=3, num_micro_batches=4))
+    operations = order_operations(make_schedule("1f1b", workers=one_worker_each(3), num_micro_batches=4))
     compute = [operation[:3] for operation in operations if operation[0] in ("forward", "backward")]
     assert len(compute) == len(set(compute)) == 2 * 3 * 4
 
@@ -117,7 +118,9 @@ def test_rounds_that_repeat_need_not_be_run(data):
     last = data.draw(st.integers(1, 3))
     depths = data.draw(st.none() | st.just(tuple(last + sum(deeper[s:]) for s in range(stages))))
     found = simulate_schedule("1f1b", times, num_micro_batches=count, in_flight=depths)
-    schedule = make_schedule("1f1b", num_stages=stages, num_micro_batches=count, in_flight=depths)
+    schedule = make_schedule(
+        "1f1b", workers=one_worker_each(stages), num_micro_batches=count, in_flight=depths
+    )
     every = simulate(schedule, times)
     for ours, theirs in (
         (found.stage_start_seconds, every.stage_start_seconds),
