@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.test_grid import run_of
-from tests.parallel.test_transfer import part, whole
+from tests.parallel.test_transfer import elements_of, part, whole
 from tests.support.models import tiny_model
 from tests.support.project import parse_plan
 from tests.support.spawn import as_rank, free_port, patience, spawn
@@ -21,7 +21,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.links import Link, Outlet, enter_role, join_role, take_weights
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.transfer import bound_elements, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.transfer import make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.transport import LostPeer
 
 
@@ -98,7 +98,7 @@ def run_roles(rank: int, port: int, folder: Path) -> None:
 def test_roles_move_weights_and_see_a_loss(tmp_path: Path) -> None:
     spawn(run_roles, POLICY.world_size + ENGINES.world_size, free_port(), tmp_path)
     sent = [sum(int(p.read_text()) for p in tmp_path.glob(f"sent-{version}-*")) for version in range(4)]
-    whole_bytes = 2 * bound_elements(plan_holdings(ENGINES))
+    whole_bytes = 2 * elements_of(plan_holdings(ENGINES))
     assert sent[0] == sent[3] == whole_bytes
     assert sent[1] < 0.01 * whole_bytes < sent[2] < 0.05 * whole_bytes
     assert all((tmp_path / f"done-{rank}").exists() for rank in range(POLICY.world_size))

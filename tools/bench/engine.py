@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import statistics
@@ -32,8 +33,7 @@ from yuan_train.parallel.groups import init_distributed, shutdown
 from yuan_train.parallel.links import Link, Outlet, enter_role, join_role, take_weights
 from yuan_train.parallel.transfer import (
     Bucket,
-    bound_elements,
-    check_table,
+    Holdings,
     make_buckets,
     plan_holdings,
     transfer_table,
@@ -278,7 +278,12 @@ class Cuts:
         )
 
 
-@case("engine/table", formats={"GB": ".1f", "bound GB": ".1f", "table CPU s": ".1f", "checked in s": ".1f"})
+def _elements_of(targets: Holdings) -> int:
+    """Of the targets' parts: no table that fills them moves fewer."""
+    return sum(math.prod(shard.local_shape) for held in targets.values() for shard in held.values())
+
+
+@case("engine/table", formats={"GB": ".1f", "bound GB": ".1f", "table CPU s": ".1f"})
 def table_of_51b() -> Row:
     """Who sends what, 51B in bf16: 2 pipelines of 4 uneven stages of width 8, to 16 engines of width 4."""
     model = load_model("configs/model/yuan2-51b.yaml")
@@ -288,8 +293,6 @@ def table_of_51b() -> Row:
     sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=policy.world_size)
     table = transfer_table(sources, targets)
     made = time.process_time()
-    check_table(table, sources, targets)
-    checked = time.process_time()
     load: dict[int, int] = {}
     for move in table:
         load[move.source] = load.get(move.source, 0) + 2 * move.num_elements
@@ -297,10 +300,9 @@ def table_of_51b() -> Row:
         "moves": len(table),
         "pairs": len({(move.source, move.target) for move in table}),
         "GB": sum(load.values()) / 1e9,
-        "bound GB": 2 * bound_elements(targets) / 1e9,
+        "bound GB": 2 * _elements_of(targets) / 1e9,
         "senders GB": f"{min(load.values()) / 1e9:.2f} to {max(load.values()) / 1e9:.2f}",
         "table CPU s": made - began,
-        "checked in s": checked - made,
     }
 
 
@@ -372,7 +374,7 @@ def _transfer_rank(rank: int, num_ranks: int, model: ModelConfig, port: int, res
             # The first turn of what is sent by difference is whole.
             best[name] = min(best[name], 1e3 * (time.perf_counter() - began)) if turn else best[name]
     if rank == 0:
-        source = torch.ones(bound_elements(targets))
+        source = torch.ones(_elements_of(targets))
         copies = min(_copy_ms(source) for _ in range(REPEATS))
         row: Row = {"ranks": f"{num_policy} to {num_ranks - num_policy}", "boxes": len(table)}
         row |= {"MB": source.nbytes / 1e6, **best}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,43 +197,6 @@ class _Cells:
             last = min(end, self._borders[cell + 1])
             yield start, last, self._holders[cell]
             start, cell = last, cell + 1
-
-
-def bound_elements(targets: Holdings) -> int:
-    """Elements of the targets' parts: no table that fills them moves fewer."""
-    return sum(math.prod(shard.local_shape) for held in targets.values() for shard in held.values())
-
-
-def check_table(table: Sequence[Move], sources: Holdings, targets: Holdings) -> None:
-    """Raise ValueError, naming parameter and rank, unless each move is of what both its ranks hold, and every
-    element of every target's part comes once."""
-    arrived: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-    for move in table:
-        for rank, held in ((move.source, sources), (move.target, targets)):
-            shard = held.get(rank, {}).get(move.name)
-            if shard is None or not _holds(shard, move):
-                raise ValueError(f"{move.name}: rank {rank} does not hold what is moved: {move}")
-        dim = _dim_of((sources[move.source][move.name], targets[move.target][move.name]))
-        start = move.offsets[dim]
-        arrived[move.target, move.name].append((start, start + move.sizes[dim]))
-    for target, held in targets.items():
-        for name, shard in held.items():
-            ranges = sorted(arrived.get((target, name), ()))
-            if any(a[1] > b[0] for a, b in itertools.pairwise(ranges)):
-                raise ValueError(f"{name}: an element comes to rank {target} twice")
-            dim = _dim_of((shard, *(own[name] for own in sources.values() if name in own)))
-            wanted = sum(span.end - span.start for span in _spans(shard, dim))
-            came = sum(end - start for start, end in ranges)
-            if came != wanted:
-                raise ValueError(f"{name}: {came} of {wanted} rows or columns come to rank {target}")
-
-
-def _holds(shard: Shard, move: Move) -> bool:
-    try:
-        local_slices(shard, move)
-    except ValueError:
-        return False
-    return True
 
 
 def local_slices(shard: Shard, move: Move) -> tuple[slice, ...]:
