@@ -39,7 +39,7 @@ from yuan_train.parallel.environment import NEXT_PLAN
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.transfer import plan_holdings
 from yuan_train.report.run_log import read_run
-from yuan_train.train import live, move, run
+from yuan_train.train import move, run
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.step import Trainer
 
@@ -117,7 +117,7 @@ def moving(chain: Chain, rank: int, found: list[dict[str, Any]]) -> Iterator[Non
             stop = True
         return asks(job, progress, stop=stop)
 
-    def move(plan: Plan, job: Any, engine: Any, progress: Any) -> Any:
+    def move_there(plan: Plan, job: Any, engine: Any, progress: Any) -> Any:
         before = {key: mask_of(shard) for key, shard in held_by(engine).items()}
         job, engine, progress, num_bytes = move_to(plan, job, engine, progress)
         bound = 0
@@ -130,12 +130,12 @@ def moving(chain: Chain, rank: int, found: list[dict[str, Any]]) -> Iterator[Non
         found.append(told | {"pid": os.getpid(), "groups": count_groups()})
         return job, engine, progress, num_bytes
 
-    unpack = _flip_first(live.unpack) if chain.is_corrupted and not rank else live.unpack
+    unpack = _flip_first(move.unpack) if chain.is_corrupted and not rank else move.unpack
     with (
         patch.dict(os.environ, {NEXT_PLAN: str(path)}),
         patch.object(run, "_request", ask),
-        patch.object(run, "move_to", move),
-        patch.object(live, "unpack", unpack),
+        patch.object(run, "move_to", move_there),
+        patch.object(move, "unpack", unpack),
     ):
         yield
 
@@ -342,7 +342,7 @@ def asks_to_move() -> Iterator[None]:
 @contextmanager
 def dies_in_the_move() -> Iterator[None]:
     """The command of a rank that is killed when it has got the first message of what it lacks."""
-    with patch.object(live, "unpack", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+    with patch.object(move, "unpack", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
         yield
 
 

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TextIO, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, Self, TextIO, TypeVar
 import torch
 
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.rewards import Scorers, turns_of
 from yuan_train.rl.scoring import Requests
 from yuan_train.rl.updates import Updater, UpdateResult
-from yuan_train.train.agreement import raise_together
+from yuan_train.train.agreement import agreeing
 from yuan_train.train.build import build, restore
 from yuan_train.train.ending import ending_together
 from yuan_train.train.engine import StepRecord, StepRequest, StepResult, World, step_metrics
@@ -295,18 +295,11 @@ HelperT = TypeVar("HelperT", Scorers, Environments)
 @contextmanager
 def _entered(helper: HelperT | None) -> Iterator[HelperT | None]:
     """While inside, its processes are there. Raises on all ranks what is wrong with it on one."""
-    fault: YuanError | None = None
-    if helper is not None:
-        try:
-            helper.__enter__()
-        except YuanError as error:
-            fault = error
-    try:
-        raise_together(fault)
+    with ExitStack() as stack:
+        with agreeing():
+            if helper is not None:
+                stack.enter_context(helper)
         yield helper
-    finally:
-        if helper is not None and fault is None:
-            helper.__exit__(None, None, None)
 
 
 def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> tuple[PolicyEngine, Progress]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
-from yuan_train.config.errors import CheckpointError, YuanError
+from yuan_train.config.errors import CheckpointError
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import Transformer, choose_ops
@@ -23,7 +23,7 @@ from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import sum_over_world
 from yuan_train.rl.experience import RowFeed, Rows, make_score_rows
 from yuan_train.rl.losses import Numbers, TokenRecorder, last_values, log_probs_at
-from yuan_train.train.agreement import raise_together
+from yuan_train.train.agreement import agreeing
 from yuan_train.train.build import DTYPES
 from yuan_train.train.objective import Targets
 from yuan_train.train.step import Trainer
@@ -78,12 +78,8 @@ class ReadingModel:
         self._temperature = run.generation.temperature
         choose_ops(checkpoint.model, trainer.device.torch, DTYPES[run.train.precision])
         self._model = Transformer(checkpoint.model, device="cpu", dtype=DTYPES[run.train.precision]).eval()
-        fault: YuanError | None = None
-        try:
+        with agreeing():
             load_weights(checkpoint, self._model)
-        except YuanError as error:
-            fault = error
-        raise_together(fault)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """The value at the last token of each sequence, a prompt and its answer.

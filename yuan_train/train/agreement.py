@@ -85,6 +85,17 @@ def raise_together(error: YuanError | None) -> None:
     raise kinds[0]("\n".join([*lines, *_more(len(found))]))
 
 
+@contextlib.contextmanager
+def agreeing() -> Iterator[None]:
+    """Around what each rank does by itself: `raise_together` a YuanError of it. Collective over all ranks."""
+    fault: YuanError | None = None
+    try:
+        yield
+    except YuanError as error:
+        fault = error
+    raise_together(fault)
+
+
 def check_same_job(job: Job) -> None:
     """Raise ConfigError, on all ranks, unless all have read the same; collective over all ranks."""
     if not dist.is_initialized():
@@ -116,12 +127,9 @@ def check_cards(job: Job) -> None:
 
     Rank 0 logs the cards of each node, and all logs what the forecast asks of memory that is not free.
     """
-    fault, notes = None, list[str]()
-    try:
-        notes = list(_memory_notes(job))
-    except YuanError as error:
-        fault = error
-    raise_together(fault)
+    notes: list[str] = []
+    with agreeing():
+        notes += _memory_notes(job)
     own = _tell_card(job)
     told: list[Any] = [(own, notes)]
     if dist.is_initialized():
@@ -130,16 +138,14 @@ def check_cards(job: Job) -> None:
         is_first = dist.get_rank() == 0
         told = [None] * dist.get_world_size() if is_first else []
         dist.gather_object((own, notes), told if is_first else None)
-    fault = None
-    if told:
+    with agreeing():
         cards = [card for card, _ in told if card is not None]
-        found = find_fault(cards)
-        fault = None if found is None else ConfigError(found)
         for line in node_lines(cards):
             logger.info("%s", line)
         for note in (note for _, notes in told for note in notes):
             logger.warning("%s", note)
-    raise_together(fault)
+        if (found := find_fault(cards)) is not None:
+            raise ConfigError(found)
 
 
 def _tell_card(job: Job) -> RankCard | None:
@@ -186,22 +192,23 @@ def check_same_directory(directory: str | Path) -> None:
         return
     directory = Path(directory)
     token = directory / share_object(f".seen-by-all-{uuid.uuid4().hex}")
-    fault: YuanError | None = None
     try:
-        if dist.get_rank() == 0:
+        with agreeing():
             try:
-                directory.mkdir(parents=True, exist_ok=True)
-                token.write_text("every rank of a run must see this file\n", encoding="utf-8")
+                if dist.get_rank() == 0:
+                    directory.mkdir(parents=True, exist_ok=True)
+                    token.write_text("every rank of a run must see this file\n", encoding="utf-8")
             except OSError as error:
-                fault = CheckpointError(f"checkpoint.directory: {directory} cannot be written: {error}")
-        raise_together(fault)
+                raise CheckpointError(
+                    f"checkpoint.directory: {directory} cannot be written: {error}"
+                ) from None
         host = share_object(socket.gethostname())
-        if not _appears(token):
-            fault = CheckpointError(
-                f"checkpoint.directory: {directory.absolute()} is not the directory that rank 0 ({host}) "
-                "writes to; give a directory on a file system that all nodes share"
-            )
-        raise_together(fault)
+        with agreeing():
+            if not _appears(token):
+                raise CheckpointError(
+                    f"checkpoint.directory: {directory.absolute()} is not the directory that rank 0 ({host}) "
+                    "writes to; give a directory on a file system that all nodes share"
+                )
     finally:
         if dist.get_rank() == 0:
             token.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from yuan_train.data.loader import Blend, Samples, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.parallel.device import CPU, CardFacts, Device, visible_cards
+from yuan_train.parallel.device import CPU, Device, visible_cards
 from yuan_train.train.cards import check_card, check_compiler, check_processor, choose_card, why_no_card
 from yuan_train.train.trackers import check_trackers
 
@@ -123,8 +123,10 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Devi
     device = choose_planned(run.train.device, plan.ranks, position, plan.find_type)
     run_beside(device)
     card = device.facts()
-    if card is not None and run.train.precision == "bf16":
-        _check_bf16(card)
+    if card is not None and run.train.precision == "bf16" and not card.has_bf16:
+        raise ConfigError(
+            f"train.precision: bf16, but {card.name} has no bf16 units; set train.precision: fp16"
+        )
     if run.train.compile:
         check_compiler(device.torch)
     device_type = plan.device_type(position.rank)
@@ -203,13 +205,6 @@ def choose_device(
     return found[number]
 
 
-def _check_bf16(card: CardFacts) -> None:
-    if not card.has_bf16:
-        raise ConfigError(
-            f"train.precision: bf16, but {card.name} has no bf16 units; set train.precision: fp16"
-        )
-
-
 def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Blend | None]:
     """Training samples, and validation samples if the run has any. Raises DataError."""
     data = run.data
@@ -244,30 +239,19 @@ def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | No
 
     Raises CheckpointError if it is incomplete or holds another model.
     """
-    resumed = find_resume(run)
+    resume, directory = run.checkpoint.resume, run.checkpoint.directory
+    resumed: Checkpoint | None = None
+    if resume == "auto" and directory is not None:
+        resumed = find_latest(directory)
+    elif resume not in ("auto", "never"):
+        resumed = find_checkpoint(resume)
+    if resumed is not None:
+        check_same_model(resumed, run.model)
     if resumed is not None or run.start.checkpoint is None:
         return resumed, None
     start = find_checkpoint(run.start.checkpoint)
     check_same_model(start, run.model, as_start=True)
     return None, start
-
-
-def find_resume(run: RunConfig) -> Checkpoint | None:
-    """The checkpoint to resume from, or None.
-
-    Raises CheckpointError if it is incomplete or holds another model.
-    """
-    config = run.checkpoint
-    if config.resume == "never" or (config.resume == "auto" and config.directory is None):
-        return None
-    if config.resume == "auto":
-        assert config.directory is not None
-        found = find_latest(config.directory)
-    else:
-        found = find_checkpoint(config.resume)
-    if found is not None:
-        check_same_model(found, run.model)
-    return found
 
 
 def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bool = False) -> None:

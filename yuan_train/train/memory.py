@@ -152,10 +152,7 @@ def peak_footprint_bytes(device: Device) -> int:
     `peak_memory_bytes`.
     """
     card = device.memory()
-    if card is None:
-        return peak_memory_bytes(device)
-    outside = max(0, card.total - card.free - card.reserved)
-    return card.most_reserved + outside
+    return peak_memory_bytes(device) if card is None else card.most_reserved + _foreign(card)
 
 
 def can_track_memory(device: Device) -> bool:

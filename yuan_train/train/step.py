@@ -1,15 +1,26 @@
-"""Our own engine: one rank's trainer, its training step and its passes over data without one."""
+"""Our own engine: one rank's trainer, its training step and its passes over data without one.
+
+In a checked step each message has a checksum, and each stage computes a micro-batch twice. Weights that
+several ranks hold are compared with each other (`parallel/checksums.py`); a gradient or a message has one
+owner, so it is compared with itself. A stage computes its first micro-batch again as soon as that has been
+through its backward, from an empty gradient, and compares all bits. That finds what a core or its memory does
+to a forward or a backward now and then. It does not find what they do each time alike, nor what happens to a
+gradient after that backward.
+
+Bits are equal where kernels add in one order: on processors. Some of a card's do not; cards check messages
+alone.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -17,15 +28,16 @@ import torch.distributed as dist
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import WEIGHTS
-from yuan_train.config.errors import CheckpointError, YuanError
+from yuan_train.config.errors import CheckpointError
 from yuan_train.config.load import write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.units import written_words
 from yuan_train.data.loader import Samples
 from yuan_train.data.pairs import Pairs
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
-from yuan_train.parallel.checksums import check_weights, raise_faults
+from yuan_train.parallel.checksums import check_weights, raise_faults, same_bits
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, sum_over_world
@@ -33,7 +45,7 @@ from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.disk import DiskFile
 from yuan_train.parallel.tiers.optimizer import DiskChunk
 from yuan_train.parallel.zero import STATES, State, weight_boxes
-from yuan_train.train.agreement import raise_together
+from yuan_train.train.agreement import agreeing
 from yuan_train.train.engine import (
     ExpertLoad,
     RankTerms,
@@ -47,10 +59,9 @@ from yuan_train.train.engine import (
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
-from yuan_train.train.objective import Objective, PairLoss, RowScores
+from yuan_train.train.objective import Objective, PairLoss, RowScores, TokenLoss
 from yuan_train.train.optimizer import Optimizer
-from yuan_train.train.recheck import checking
-from yuan_train.train.stage import StageRunner
+from yuan_train.train.stage import PagedRunner, Repeat, StageRunner
 from yuan_train.train.state import Progress
 
 NUMBERS = "reference.npy"
@@ -70,35 +81,30 @@ def find_reference(
     if progress.step:
         return _read_together(directory, pairs), None
     found = score()
-    fault: YuanError | None = None
-    if directory is not None and job.position.rank == 0:
-        try:
+    with agreeing():
+        if directory is not None and job.position.rank == 0:
             _write(directory, found, pairs)
-        except OSError as error:
-            fault = CheckpointError(f"{directory / NUMBERS}: cannot be written: {error}")
-    raise_together(fault)
     return found, f"reference: log-probabilities of {len(pairs)} pairs under the weights at step 0"
 
 
 def _write(directory: Path, reference: torch.Tensor, pairs: Pairs) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     temporary = directory / f".{NUMBERS}.tmp"
-    with temporary.open("wb") as file:
-        np.save(file, reference.view(-1, 2).numpy())
-    temporary.replace(directory / NUMBERS)
-    write_text(directory / FACTS, json.dumps({"version": 1, "pairs": pairs.fingerprints}) + "\n")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            np.save(file, reference.view(-1, 2).numpy())
+        temporary.replace(directory / NUMBERS)
+        write_text(directory / FACTS, json.dumps({"version": 1, "pairs": pairs.fingerprints}) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"{directory / NUMBERS}: cannot be written: {error}") from None
 
 
 def _read_together(directory: Path | None, pairs: Pairs) -> torch.Tensor:
     """Rank 0 reads, all get it."""
     reference = torch.zeros(2 * len(pairs), dtype=torch.float64)
-    fault: YuanError | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
+    with agreeing():
+        if not dist.is_initialized() or dist.get_rank() == 0:
             reference.copy_(_read(directory, pairs))
-        except CheckpointError as error:
-            fault = error
-    raise_together(fault)
     if dist.is_initialized():
         dist.broadcast(reference, 0)
     return reference
@@ -391,3 +397,104 @@ def disk_note(plan: Plan, runtime: RankRuntime) -> str | None:
 def _file(runtime: RankRuntime) -> DiskFile | None:
     chunks = (chunk for state in runtime.states for chunk in state.host_chunks)
     return next((chunk.store.file for chunk in chunks if isinstance(chunk, DiskChunk)), None)
+
+
+MOST_NAMED = 3
+"""Parameters that a message lists."""
+
+
+@contextmanager
+def checking(
+    runtime: RankRuntime, runners: Mapping[int, StageRunner], stopwatch: Stopwatch, faults: list[str]
+) -> Iterator[None]:
+    """Around the rank program of a step that all ranks check; `faults` gets what this rank finds."""
+    for stage, runner in runners.items():
+        micro_batch = _to_repeat(runtime, stage, runner)
+        if micro_batch is not None:
+            compare = partial(_compare, runtime, stage, runner, stopwatch, faults)
+            runner.repeat = Repeat(micro_batch, compare)
+    bridge = runtime.bridge
+    if bridge is not None:
+        bridge.checks = True
+    try:
+        yield
+    finally:
+        for runner in runners.values():
+            runner.repeat = None
+        if bridge is not None:
+            bridge.checks = False
+            faults += bridge.faults
+            bridge.faults.clear()
+
+
+def _to_repeat(runtime: RankRuntime, stage: int, runner: StageRunner) -> int | None:
+    """The first micro-batch of a stage's backwards; None if it cannot be computed again.
+
+    What copies parameters or activations has copied them back; a split backward is in two places; the last
+    backward has started reductions; and other objectives count more than a loss.
+    """
+    backwards = [step for step in runtime.program if step.stage == stage and step.kind == "backward"]
+    if len(backwards) < 2 or isinstance(runner, PagedRunner) or runtime.copies is not None:
+        return None
+    device = next(runtime.parts[stage].parameters()).device
+    if device.type != "cpu" or not isinstance(runner.objective, TokenLoss):
+        return None
+    return backwards[0].micro_batch
+
+
+def _compare(
+    runtime: RankRuntime,
+    stage: int,
+    runner: StageRunner,
+    stopwatch: Stopwatch,
+    faults: list[str],
+    first: Repeat,
+) -> None:
+    """Compute a micro-batch again whose backward has ended, and note what differs; gradients stay as they
+    were."""
+    with stopwatch.paused(), torch.no_grad():
+        part = cast(Transformer, runtime.parts[stage])
+        gradients = {
+            name: cast(torch.Tensor, parameter.main_gradient)  # pyright: ignore[reportAttributeAccessIssue]
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        kept = {name: gradient.clone() for name, gradient in gradients.items()}
+        for gradient in gradients.values():
+            gradient.zero_()
+        output, input_gradient = runner.compute_again(first)
+        unlike = [] if same_bits(first.output, output) else ["the output"]
+        given = first.input_gradient
+        if given is not None and input_gradient is not None and not same_bits(given, input_gradient):
+            unlike.append("the gradient of its input")
+        names = _alone(runtime, stage)
+        odd = [name for name in gradients if name in names and not same_bits(kept[name], gradients[name])]
+        for name, gradient in gradients.items():
+            gradient.copy_(kept[name])
+    if odd:
+        more = f" and {len(odd) - MOST_NAMED} more" if len(odd) > MOST_NAMED else ""
+        unlike.append(f"the gradient of {', '.join(odd[:MOST_NAMED])}{more}")
+    if unlike:
+        faults.append(
+            f"{runtime.grid.label(runtime.coord)}: micro-batch {first.micro_batch} on stage {stage}, "
+            f"computed twice, has other bits in {', '.join(unlike)}"
+        )
+
+
+def _alone(runtime: RankRuntime, stage: int) -> Collection[str]:
+    """The parameters whose gradients hold nothing but the first micro-batch's when its backward ends."""
+    part = cast(Transformer, runtime.parts[stage])
+    kinds = [step.kind for step in runtime.program if step.stage == stage and step.is_compute]
+    # The head adds its gradient in the forward, so that all forwards until then are in it.
+    several = part.has_head and kinds.index("backward") > 1
+    others = {
+        name
+        for number, other in runtime.parts.items()
+        if number != stage
+        for name, _ in other.named_parameters()
+    }
+    return [
+        name
+        for name, parameter in part.named_parameters()
+        if name not in others and not (several and parameter is part.output_weight)
+    ]
