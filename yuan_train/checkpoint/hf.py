@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -123,7 +124,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: torn, or no safetensors file: {error}") from None
     return {
-        name: LazyTensor(shape, _SAFETENSORS.get(dtype, torch.uint8), _safetensors_reader(path, name))
+        name: LazyTensor(shape, _SAFETENSORS.get(dtype, torch.uint8), partial(_read_safetensors, path, name))
         for name, (shape, dtype) in headers.items()
     }
 
@@ -131,17 +132,13 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 _SAFETENSORS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
-def _safetensors_reader(path: Path, name: str) -> Callable[[], torch.Tensor]:
-    """A function that reads one tensor of a safetensors file."""
-
-    def read() -> torch.Tensor:
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
-
-    return read
+def _read_safetensors(path: Path, name: str) -> torch.Tensor:
+    """One tensor of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
 
 
 def _open_pickled(path: Path) -> dict[str, LazyTensor]:
@@ -151,12 +148,8 @@ def _open_pickled(path: Path) -> dict[str, LazyTensor]:
     for name, tensor in loaded.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_sparse:
             raise CheckpointError(f"{path}: {name!r} is {type(tensor).__name__}; wanted tensors by name")
-
-    def reader(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: tensor.detach()
-
     # The file is memory-mapped: each tensor is read from disk when it is used.
-    return {name: LazyTensor(tuple(t.shape), t.dtype, reader(t)) for name, t in loaded.items()}
+    return {name: LazyTensor(tuple(t.shape), t.dtype, t.detach) for name, t in loaded.items()}
 
 
 def load_pickled(path: Path) -> Any:

@@ -409,32 +409,30 @@ class NodeMemory:
         dist.all_gather_object(told, value, group=self._group)
         return told
 
+    def _try(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
+        """What this rank finds, or its fault: an OSError."""
+        try:
+            return work(), None
+        except OSError as error:
+            return None, f"{self._place[0]}: {error}"
+
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Do something on all ranks, and return what each has found; all wait for all.
 
         Raises CheckpointError, on all ranks, for an OSError of any.
         """
-        found: tuple[Any, str | None]
-        try:
-            found = work(), None
-        except OSError as error:
-            found = None, f"{self._place[0]}: {error}"
-        told: list[tuple[Any, str | None]] = self._gather(found)
+        told = self._gather(self._try(work))
         _raise_first(fault for _, fault in told)
         return [value for value, _ in told]
 
     def _tell(self, rank: int, work: Callable[[], T]) -> T:
         """What one rank finds, on all. Raises CheckpointError, on all ranks, for an OSError."""
-        told: list[Any] = [None, None]
-        if self._rank == rank:
-            try:
-                told[0] = work()
-            except OSError as error:
-                told[1] = f"{self._place[0]}: {error}"
+        told: list[Any] = [self._try(work) if self._rank == rank else None]
         if dist.is_initialized():
             dist.broadcast_object_list(told, src=rank, group=self._group)
-        _raise_first([told[1]])
-        return told[0]
+        found, fault = told[0]
+        _raise_first([fault])
+        return found
 
 
 def _check_memory() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -306,24 +306,15 @@ class WholeTensorReader:
         for key, entry in self._entries.items():
             if key.startswith((f"{WEIGHTS}.", f"{BUFFERS}.")):
                 shape = tuple(entry.size)
-                yield key, LazyTensor(shape, entry.properties.dtype, _bind(self._load, key, shape))
+                yield key, LazyTensor(shape, entry.properties.dtype, partial(self._load, key, shape))
 
     def buffers(self) -> Iterator[tuple[str, LazyTensor]]:
         """The published buffers that an import kept, by their published names."""
-        for key, entry in self._entries.items():
+        for key, tensor in self.stored():
             if key.startswith(f"{BUFFERS}."):
-                shape, dtype = tuple(entry.size), entry.properties.dtype
-                read = _bind(self._load, key, shape)
-                yield key.removeprefix(f"{BUFFERS}."), LazyTensor(shape, dtype, read)
+                yield key.removeprefix(f"{BUFFERS}."), tensor
 
     def _load(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=_dtype_of(self._checkpoint, key))
         load_tensors(self._checkpoint, {key: tensor}, no_dist=True)
         return tensor
-
-
-def _bind(
-    load: Callable[[str, tuple[int, ...]], torch.Tensor], key: str, shape: tuple[int, ...]
-) -> Callable[[], torch.Tensor]:
-    """`load` with its arguments bound now, and not when a loop variable has moved on."""
-    return lambda: load(key, shape)

@@ -20,10 +20,9 @@ from yuan_train.checkpoint.hf import Imported, is_finite, weights_state
 from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
-from yuan_train.config.document import Document
-from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.load import build
-from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.config.errors import CheckpointError
+from yuan_train.config.model import ModelConfig
+from yuan_train.models.published import described
 from yuan_train.models.yuan.hf import published_layout
 
 FILE = "model_optim_rng.pt"
@@ -322,10 +321,7 @@ def _model_from_arguments(stages: list[list[RankFile]], folder: Path) -> ModelCo
         "max_sequence_length": arguments.get("max_position_embeddings") or 4096,
         **_heads_and_experts(arguments, folder),
     }
-    try:
-        return build(Document(f"{folder}", sizes, {}), ModelConfig, validate=validate_model)
-    except ConfigError as error:
-        raise CheckpointError(f"{folder}: describes no model: {error}") from None
+    return described(f"{folder}", sizes)
 
 
 def _heads_and_experts(arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -88,8 +88,13 @@ def decoder_from_config(
         "attention_dropout": config.get("attention_dropout", 0.0),
         **fields,
     }
+    return described(where, values)
+
+
+def described(where: str, values: Mapping[str, Any]) -> ModelConfig:
+    """The model of these fields, which `where` describes. Raises CheckpointError if they are of none."""
     try:
-        return build(Document(where, values, {}), ModelConfig, validate=validate_model)
+        return build(Document(where, dict(values), {}), ModelConfig, validate=validate_model)
     except ConfigError as error:
         raise CheckpointError(f"{where}: describes no model: {error}") from None
 

@@ -45,10 +45,11 @@ def linear(
 def feed_forward_work(model: ModelConfig, parameters: int) -> SublayerWork:
     """The SwiGLU feed-forward with its norm: it keeps 2H + 3F elements, or H + 2F under selective recompute.
 
-    Kept: the norm's input and output, `up` (2F) and its product. For experts see `_experts_work`.
+    Kept: the norm's input and output, `up` (2F) and its product. Of experts with their router.
     """
     if model.num_experts:
-        return _experts_work(model, parameters)
+        # The most rows there can be: all K of a token. On one card all is there, so nothing is divided.
+        return _work_of_rows(model, parameters, model.experts_per_token, collectives=0)
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     return SublayerWork(
         parameters=parameters,
@@ -89,14 +90,6 @@ def _experts(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:
 def router_rows(model: ModelConfig) -> int:
     """Rows of the router's weight: queries, keys and values of every expert, or their scores."""
     return model.num_experts * (1 if model.router == "softmax" else 3)
-
-
-def _experts_work(model: ModelConfig, parameters: int) -> SublayerWork:
-    """Experts with their norm and router, for the most rows there can be: all K of a token.
-
-    On one card all of it is there, so nothing is divided.
-    """
-    return _work_of_rows(model, parameters, model.experts_per_token, collectives=0)
 
 
 def held_experts_work(model: ModelConfig, experts: int, rows: int) -> SublayerWork:

@@ -143,7 +143,8 @@ def parallelize(
     added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
     buckets, frozen = _flatten_parts(grid, rank, modules, shards, device, trained=options.trained)
     states = _make_states(grid, coord, modules, buckets, groups, options, device) if options.trained else ()
-    boundary = Boundary(_hidden_shape(grid, coord), options.dtype, device.torch)
+    hidden = grid.pipeline(coord).micro_batch_size, plan.sequence_length, plan.model.hidden_size
+    boundary = Boundary(hidden, options.dtype, device.torch)
     program, evaluation, bridge = _make_programs(grid, coord, groups, boundary)
     pages = stage_pages(grid, coord, (program, evaluation), buckets)
     buckets_of = _buckets_of(buckets)
@@ -174,12 +175,6 @@ def parallelize(
         copies=_copies_of(program, offloads, coord.pipeline) if offloads else None,
         pages=pages,
     )
-
-
-def _hidden_shape(grid: Grid, coord: RankCoord) -> tuple[int, int, int]:
-    """[B, S, H] of what the stages of a pipeline send each other."""
-    plan = grid.plan
-    return grid.pipeline(coord).micro_batch_size, plan.sequence_length, plan.model.hidden_size
 
 
 def _buckets_of(buckets: Sequence[FlatBucket]) -> dict[str, list[int]]:
@@ -406,17 +401,14 @@ def _await_weights(
     for path, number in sorted(needed):
         # A part without an embedding lookup may hold a tied embedding: its head uses it.
         if path in modules:
-            modules[path].register_forward_pre_hook(_finish_weight_sync(states[number]))
+            finish = states[number].finish_weight_sync
+            modules[path].register_forward_pre_hook(lambda *_, finish=finish: finish())
 
 
 def _entries(parameter: str) -> tuple[str, ...]:
     """The modules that run first, of those that use a parameter."""
     unit = unit_of(parameter)
     return {"head": ("final_norm",), "embedding": ("embedding", "final_norm")}.get(unit, (unit,))
-
-
-def _finish_weight_sync(state: OwnedState) -> Callable[..., None]:
-    return lambda module, inputs: state.finish_weight_sync()
 
 
 def _flatten_parts(
@@ -456,10 +448,8 @@ def _make_states(
     stages = [
         [own[s] for s, held in names.items() if not held.isdisjoint(bucket.parameters)] for bucket in buckets
     ]
-    states, buckets_of = (
-        make_states(grid.plan, buckets, groups, stages, options, device),
-        _buckets_of(buckets),
-    )
+    states = make_states(grid.plan, buckets, groups, stages, options, device)
+    buckets_of = _buckets_of(buckets)
     for module in modules.values():
         _await_weights(module, states, buckets_of)
     return states

@@ -87,7 +87,6 @@ class Stopwatch:
         self._pieces: list[tuple[Mark, Mark]] = []
         self._begun: Mark | None = None
         """Where a piece of work that is running on a card began, or was resumed."""
-        self._running = _Running(self)
 
     def running(self, *kind: Hashable) -> AbstractContextManager[None]:
         """Around a piece of work: count its seconds. Pieces do not nest; one that raises is not counted.
@@ -95,22 +94,23 @@ class Stopwatch:
         `kind`: what pieces of as much work have in common. Those without are as long as each of them is.
         """
         self._kind = kind
-        return self._running
+        # Nothing is made, for there are two with each micro-batch.
+        return self
 
     def is_of(self, *kind: Hashable) -> None:
         """Inside a piece of work that has a kind: what else tells it from others of that."""
         self._kind += kind
 
-    def start(self) -> None:
-        """A piece of work begins."""
+    def __enter__(self) -> None:
         if self._device.is_card:
             self._begun = self._device.mark(timed=True)
         else:
             self._lasted = self._used = 0.0
             self._since = self._now()
 
-    def stop(self) -> None:
-        """The piece of work has ended."""
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is not None:
+            return
         if self._begun is not None:
             self._cut(self._begun)
             self._begun = None
@@ -222,22 +222,6 @@ class _Paces:
             )
         self._paced, self._over, self._over_seconds, self._most_over = 0, 0, 0.0, 0.0
         return said
-
-
-class _Running:
-    """Around a piece of work. It is made once, for there are two with each micro-batch."""
-
-    __slots__ = ("_stopwatch",)
-
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self._stopwatch = stopwatch
-
-    def __enter__(self) -> None:
-        self._stopwatch.start()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self._stopwatch.stop()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -51,14 +52,6 @@ BATCHES = 3
 
 
 @dataclass(frozen=True)
-class _Depth:
-    """A model of some layers, whole on this rank's tensor-parallel group."""
-
-    model: Transformer
-    runtime: RankRuntime
-
-
-@dataclass(frozen=True)
 class _Pass:
     """Seconds of a pass of the deeper model."""
 
@@ -80,13 +73,13 @@ def measure_generation(case: ProfileCase, run: RLConfig, *, device_type: str) ->
     release_free_memory(case.device)
     depths = [_make_depth(case, count) for count in (1, layers)]
 
-    def measure(make: Callable[[_Depth], Callable[[], list[float]]]) -> _Pass:
+    def measure(make: Callable[[RankRuntime], Callable[[], list[float]]]) -> _Pass:
         one, whole = _mean_seconds(case, [make(depth) for depth in depths])
         return _Pass(whole, min(max(whole - one, 0.0) / (layers - 1), whole / layers))
 
     rounds = [[measure(partial(_round, case, slots=b, length=n)) for n in lengths] for b in slots]
     readings = [measure(partial(_reading, case, run=run, count=count)) for count in prompts]
-    model = depths[-1].model
+    model = cast(Transformer, depths[-1].parts[0])
     heads = {b: _head_seconds(case, model, b) for b in {*slots, *(group * n for n in prompts)}}
     return GenerationProfile(
         device_type=device_type,
@@ -118,7 +111,8 @@ def _numbers_of_slots(case: ProfileCase, run: RLConfig, layers: int, length: int
     return tuple(sorted({group, group * max(groups // 2, 1), group * groups}))
 
 
-def _make_depth(case: ProfileCase, layers: int) -> _Depth:
+def _make_depth(case: ProfileCase, layers: int) -> RankRuntime:
+    """A model of some layers, whole on this rank's tensor-parallel group."""
     model = replace(case.model, num_layers=layers)
     ranks = tuple(range(case.width))
     stage = StagePlan(replicas=(ranks,), layers=(0, layers), embedding=True, head=True)
@@ -140,7 +134,7 @@ def _make_depth(case: ProfileCase, layers: int) -> _Depth:
         apply_tensor_parallel(part, spec, case.group)
     grid = Grid(plan)
     program = forward_only(workers=grid.workers(0), num_micro_batches=1)[0]
-    runtime = RankRuntime(
+    return RankRuntime(
         grid=grid,
         coord=grid.coords[case.position],
         program=program,
@@ -158,14 +152,13 @@ def _make_depth(case: ProfileCase, layers: int) -> _Depth:
         copies=None,
         pages={},
     )
-    return _Depth(part, runtime)
 
 
 def _engine(
-    case: ProfileCase, depth: _Depth, *, slots: int, group: int, prompt: int, new: int, chunk: int
+    case: ProfileCase, runtime: RankRuntime, *, slots: int, group: int, prompt: int, new: int, chunk: int
 ) -> Engine:
     return Engine(
-        depth.runtime,
+        runtime,
         slots=slots,
         group=group,
         max_prompt_tokens=prompt,
@@ -183,9 +176,9 @@ def _tickets(case: ProfileCase, count: int, length: int, answers: int) -> list[T
     return [Ticket(number, tuple(prompt), answers) for number, prompt in enumerate(ids)]
 
 
-def _round(case: ProfileCase, depth: _Depth, *, slots: int, length: int) -> Callable[[], list[float]]:
+def _round(case: ProfileCase, runtime: RankRuntime, *, slots: int, length: int) -> Callable[[], list[float]]:
     """Seconds of rounds of so many answers to one prompt of `length` tokens."""
-    engine = _engine(case, depth, slots=slots, group=slots, prompt=length, new=ROUNDS + 1, chunk=length)
+    engine = _engine(case, runtime, slots=slots, group=slots, prompt=length, new=ROUNDS + 1, chunk=length)
     tickets = _tickets(case, 1, length, slots)
 
     def call() -> list[float]:
@@ -195,11 +188,13 @@ def _round(case: ProfileCase, depth: _Depth, *, slots: int, length: int) -> Call
     return call
 
 
-def _reading(case: ProfileCase, depth: _Depth, *, run: RLConfig, count: int) -> Callable[[], list[float]]:
+def _reading(
+    case: ProfileCase, runtime: RankRuntime, *, run: RLConfig, count: int
+) -> Callable[[], list[float]]:
     """Seconds of a reading of so many prompts, whose answers then get slots."""
     group, length = run.algorithm.group, run.data.max_prompt_tokens
     chunk = run.generation.prefill_chunk
-    engine = _engine(case, depth, slots=group * count, group=group, prompt=length, new=2, chunk=chunk)
+    engine = _engine(case, runtime, slots=group * count, group=group, prompt=length, new=2, chunk=chunk)
     tickets = _tickets(case, count, length, group)
 
     def call() -> list[float]:

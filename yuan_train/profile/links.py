@@ -68,12 +68,6 @@ class LinkFigures:
     back: tuple[float, ...]
     compute_seconds_per_byte: float = 0.0
 
-    def turned(self) -> LinkFigures:
-        """The same of the pair the other way round."""
-        return LinkFigures(
-            there=self.back, back=self.there, compute_seconds_per_byte=self.compute_seconds_per_byte
-        )
-
 
 @dataclass(frozen=True)
 class MeasuredLinks:
@@ -123,7 +117,8 @@ def measure_classes(
         classes.setdefault(pair if all_pairs else _class_of(ends, pair), []).append(pair)
     found = MeasuredLinks({}, {})
     for alike in classes.values():
-        chosen = representatives(alike)
+        # The first, and the one whose ranks are farthest apart.
+        chosen = list(dict.fromkeys((alike[0], max(alike, key=lambda pair: (pair[1] - pair[0], pair)))))
         measured = {pair: measure(pair) for pair in chosen}
         found.figures.update(measured)
         if len(chosen) < 2 or _are_alike(*(_turn(ends, chosen[0], p, measured[p]) for p in chosen)):
@@ -137,11 +132,6 @@ def measure_classes(
             found.figures.update({pair: measure(pair) for pair in own if pair not in measured})
             _fill(ends, found, part, own)
     return found
-
-
-def representatives(pairs: Sequence[Pair]) -> list[Pair]:
-    """One or two pairs of a class: the first, and the one whose ranks are farthest apart."""
-    return list(dict.fromkeys((pairs[0], max(pairs, key=lambda pair: (pair[1] - pair[0], pair)))))
 
 
 def _fill(
@@ -174,7 +164,7 @@ def _part_of(ends: Sequence[LinkEnd], pair: Pair) -> Hashable:
 def _turn(ends: Sequence[LinkEnd], wanted: Pair, pair: Pair, figures: LinkFigures) -> LinkFigures:
     """The figures of `pair` in the direction of `wanted`, which is of its class."""
     own, other = ((ends[p[0]].kind, ends[p[0]].type) for p in (wanted, pair))
-    return figures if own == other else figures.turned()
+    return figures if own == other else replace(figures, there=figures.back, back=figures.there)
 
 
 def _are_alike(one: LinkFigures, other: LinkFigures) -> bool:

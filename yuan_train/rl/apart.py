@@ -406,10 +406,6 @@ class RemoteCollector(Collector):
             self._issue([self._ticket(n) for n in numbers], self._drawing)
         self._issued = max(limit, first)
 
-    def _ticket(self, number: int) -> Ticket:
-        prompt = self._job.prompts[number]
-        return Ticket(number, prompt.ids, self._job.run.algorithm.group, prompt)
-
     def publish(self, version: int) -> None:
         """Send the engines the weights as they are, those of `version` batches, unless they have had them."""
         if version == self._published:

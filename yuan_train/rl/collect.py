@@ -154,11 +154,7 @@ class Collector:
     def _groups(self, numbers: Sequence[int], seconds: list[float]) -> list[tuple[Group | None, str | None]]:
         """The groups of some tickets, or why there is none; adds to the seconds of drawing and scoring."""
         job = self._job
-        prompts = [job.prompts[number] for number in numbers]
-        group_size = job.run.algorithm.group
-        tickets = [
-            Ticket(n, prompt.ids, group_size, prompt) for n, prompt in zip(numbers, prompts, strict=True)
-        ]
+        tickets = [self._ticket(number) for number in numbers]
         start = time.perf_counter()
         samples = self._generate(tickets, self._drawing)
         drawn = time.perf_counter()
@@ -166,7 +162,7 @@ class Collector:
         seconds[0] += drawn - start
         seconds[1] += time.perf_counter() - drawn
         found: list[tuple[Group | None, str | None]] = []
-        for number, prompt, answers, scores in zip(numbers, prompts, samples, scored, strict=True):
+        for number, answers, scores in zip(numbers, samples, scored, strict=True):
             rewards = tuple(self._rewards(scores, answers))
             fault = scores.error or _too_large(rewards)
             if fault is not None:
@@ -175,11 +171,15 @@ class Collector:
                     raise TrainingError(f"{why}; correct it, or set reward.on_error: drop")
                 found.append((None, why))
                 continue
-            prompt = prompt_read(prompt, answers)
+            prompt = prompt_read(job.prompts[number], answers)
             found.append((Group(number, prompt, tuple(answers), scores.of_answers, rewards), None))
             if job.run.data.skip_solved and all(_passed(scores.of_answers, answers)):
                 job.prompts.rest(number, job.run.data.skip_solved)
         return found
+
+    def _ticket(self, number: int) -> Ticket:
+        prompt = self._job.prompts[number]
+        return Ticket(number, prompt.ids, self._job.run.algorithm.group, prompt)
 
     def _rewards(self, scores: Scores, answers: Sequence[Sample]) -> list[float]:
         config, limit = self._job.run.reward, self._job.run.generation.max_new_tokens

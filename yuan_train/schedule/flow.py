@@ -111,22 +111,9 @@ def check_flow(flow: Flow) -> None:
     what a step waits for has ended. Staleness: in whatever time the steps take, an engine that begins batch k
     has version k - staleness or a later one.
     """
-    faults = list(_step_faults(flow))
-    if not faults:
-        before = _all_before(flow)
-        faults = [str(before)] if isinstance(before, _Stuck) else list(_order_faults(flow, before))
+    faults = list(_step_faults(flow)) or list(_order_faults(flow, _all_before(flow)))
     if faults:
         raise ValueError("\n".join(faults))
-
-
-@dataclass(frozen=True)
-class _Stuck:
-    """What each actor that cannot go on waits for."""
-
-    steps: Mapping[Actor, FlowStep]
-
-    def __str__(self) -> str:
-        return "nobody goes on: " + ", ".join(f"{actor} at {step}" for actor, step in self.steps.items())
 
 
 def _step_faults(flow: Flow) -> Iterator[str]:
@@ -147,8 +134,8 @@ def _step_faults(flow: Flow) -> Iterator[str]:
                 yield f"{step} waits for {other}, which nobody does"
 
 
-def _all_before(flow: Flow) -> dict[FlowStep, frozenset[FlowStep]] | _Stuck:
-    """The steps that have ended in any case when a step begins; or where the flow hangs."""
+def _all_before(flow: Flow) -> dict[FlowStep, frozenset[FlowStep]]:
+    """The steps that have ended in any case when a step begins. Raises ValueError if the flow hangs."""
     before: dict[FlowStep, frozenset[FlowStep]] = {}
     places = dict.fromkeys(flow.programs, 0)
     moved = True
@@ -164,12 +151,14 @@ def _all_before(flow: Flow) -> dict[FlowStep, frozenset[FlowStep]] | _Stuck:
                 before[step] = frozenset(direct).union(*(before[other] for other in direct))
                 places[actor] += 1
                 moved = True
-    stuck = {
-        actor: program[places[actor]]
+    stuck = [
+        f"{actor} at {program[places[actor]]}"
         for actor, program in flow.programs.items()
         if places[actor] < len(program)
-    }
-    return _Stuck(stuck) if stuck else before
+    ]
+    if stuck:
+        raise ValueError(f"nobody goes on: {', '.join(stuck)}")
+    return before
 
 
 def _order_faults(flow: Flow, before: Mapping[FlowStep, frozenset[FlowStep]]) -> Iterator[str]:

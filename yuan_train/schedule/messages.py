@@ -67,7 +67,7 @@ def post_early(
     posted. So there each is posted before the compute step that uses the one before it, and a message does
     not wait where devices are not as even as in the virtual run.
     """
-    used_at = {receive: i for i, step in enumerate(program) if (receive := _input_of(step, workers))}
+    used_at = {receive_for(step, workers): i for i, step in enumerate(program)}
     before: dict[int, list[Step]] = {}
     moved: set[Step] = set()
     previous: dict[tuple[Kind, int], int] = {}
@@ -85,10 +85,6 @@ def post_early(
         if step not in moved:
             steps.append(step)
     return tuple(steps)
-
-
-def _input_of(step: Step, workers: Workers) -> Step | None:
-    return receive_for(step, workers) if step.is_compute else None
 
 
 def arrivals_proven(schedule: Schedule, workers: Workers, worker: int) -> dict[Step, tuple[Step, ...]]:
@@ -220,7 +216,9 @@ class _VirtualRun:
         for worker in range(len(self._programs)):
             self._go_on(worker, 0)
         now = 0
-        while self._events or self._overrun(now):
+        # If all workers wait, the last one that only waits for a receiver takes its next step.
+        last_first = range(len(self._programs))[::-1]
+        while self._events or any(self._go_on(worker, now, overrun=True) for worker in last_first):
             if not self._events:
                 continue
             now, worker = heapq.heappop(self._events)
@@ -274,10 +272,6 @@ class _VirtualRun:
         self._ends_at[worker] = now + _UNITS[program[position].kind]
         heapq.heappush(self._events, (self._ends_at[worker], worker))
         return True
-
-    def _overrun(self, now: int) -> bool:
-        """All workers wait: let the last one that only waits for a receiver take its next step."""
-        return any(self._go_on(worker, now, overrun=True) for worker in reversed(range(len(self._programs))))
 
     def _place_the_rest(self) -> None:
         """Messages of steps that wait forever: at their compute steps, for `check_schedule` to name."""

@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from yuan_train.config.errors import TrainingError
+from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.generator import Token
 from yuan_train.serve.draws import NOT_FINITE
@@ -118,7 +119,7 @@ class Answer:
 
     def _read(self) -> None:
         """Find the text so far, where a stop string cuts it, and how much of it stays."""
-        whole = self._decode()
+        whole = "" if self.tokenizer is None else text_of(self.ids, self.tokenizer)
         places = [place for stop in self.stops if (place := whole.find(stop)) >= 0]
         if places:
             whole = whole[: min(places)]
@@ -129,12 +130,6 @@ class Answer:
             if not whole.startswith(self._ready):
                 return
         self._ready = whole
-
-    def _decode(self) -> str:
-        if self.tokenizer is None:
-            return ""
-        known = [one for one in self.ids if one < self.tokenizer.vocab_size]
-        return self.tokenizer.decode(known)
 
 
 def _begun(text: str, stops: Sequence[str]) -> int:

@@ -225,10 +225,7 @@ class Lane:
 
     def asks(self) -> list[Ask]:
         """On rank 0: what has each pipeline do an order; each in a thread of its own."""
-        return [
-            self._ask_own if pipeline == self.pipeline else partial(self._ask_other, pipeline)
-            for pipeline in range(len(self._own))
-        ]
+        return [partial(self._ask, pipeline) for pipeline in range(len(self._own))]
 
     def num_slots(self, slots: int) -> list[int]:
         """The slots of each pipeline, of so many that a server was given."""
@@ -251,20 +248,16 @@ class Lane:
                 with self._naming(self.pipeline, "the tokens of a round"):
                     dist.send_object_list([tokens], dst=0, group=self._groups[self._led[self.pipeline]])
 
-    def _ask_own(self, order: Order) -> list[Token]:
-        self._tell(self.pipeline, order)
-        if order.read is not None or order.take is not None:
-            _raise_refusal(self._change(self.pipeline, order))
-            return []
-        return [] if order.stop else self._do(order)
-
-    def _ask_other(self, pipeline: int, order: Order) -> list[Token]:
+    def _ask(self, pipeline: int, order: Order) -> list[Token]:
         self._tell(pipeline, order)
-        if order.read is not None or order.take is not None:
-            _raise_refusal(self._change(pipeline, order))
-            return []
         if order.stop:
             return []
+        if order.read is not None or order.take is not None:
+            if faults := self._change(pipeline, order):
+                raise WeightsRefused("; ".join(faults))
+            return []
+        if pipeline == self.pipeline:
+            return self._do(order)
         told: list[Any] = [None]
         with self._naming(pipeline, "the tokens of a round"):
             leader = self._own[pipeline][0]
@@ -336,11 +329,6 @@ class Lane:
     def _naming(self, pipeline: int, what: str) -> Iterator[None]:
         with as_training_error(self._runtime.coord), blame_peers(what, self._led[pipeline]):
             yield
-
-
-def _raise_refusal(faults: list[str]) -> None:
-    if faults:
-        raise WeightsRefused("; ".join(faults))
 
 
 @contextmanager

@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from yuan_train.config.document import Document
-from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.load import build
-from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.models.published import Publishing, TensorMapping, decoder_layout, refuse_bias
+from yuan_train.config.errors import CheckpointError
+from yuan_train.config.model import ModelConfig
+from yuan_train.models.published import Publishing, TensorMapping, decoder_layout, described, refuse_bias
 
 MODEL_TYPES = ("yuan",)
 """`model_type` of the configs that `model_from_config` reads."""
@@ -120,10 +118,7 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
     if missing or sizes["max_sequence_length"] is None:
         wanted = missing or ["max_position_embeddings"]
         raise CheckpointError(f"{where}: no {', '.join(wanted)}; wanted the sizes of a Yuan 2.0 model")
-    try:
-        return build(Document(where, sizes, {}), ModelConfig, validate=validate_model)
-    except ConfigError as error:
-        raise CheckpointError(f"{where}: describes no model: {error}") from None
+    return described(where, sizes)
 
 
 _SIZES = {
