@@ -72,22 +72,6 @@ def test_equals_two_convolutions(form):
 
 
 @given(
-    tokens=st.integers(1, 9),
-    hidden=st.sampled_from([2, 6, 14]),
-    batch=st.integers(1, 3),
-    rate=st.sampled_from([None, 0.0, 0.3, 1.0]),
-    seed=st.integers(0, 99),
-)
-@settings(deadline=None, derandomize=True, max_examples=60)
-def test_sandwich_equals_reference(tokens, hidden, batch, rate, seed):
-    x, weights = make_inputs(tokens, hidden, batch=batch, seed=seed)
-    starts = None if rate is None else make_starts(tokens, batch=batch, seed=seed, rate=rate)
-    ours = with_gradients(sandwich.localized_filter, x, *weights, document_start=starts)
-    expected = with_gradients(definition, x, *weights, document_start=starts)
-    assert_close(ours, expected)
-
-
-@given(
     tokens=st.integers(1, 11),
     batch=st.integers(1, 3),
     rate=st.sampled_from([None, 0.0, 0.3, 1.0]),
@@ -153,21 +137,6 @@ def test_a_state_does_not_affect_a_document_that_begins_after_it():
     assert torch.equal(ours, ops.localized_filter(x, *weights, document_start=starts))
 
 
-def test_gradcheck_with_a_state_before():
-    x, weights = make_inputs(3, 4)
-    state = make_inputs(1, 4, seed=1)[0][:, 0], make_inputs(1, 2, seed=2)[0][:, 0]
-    leaves = [t.requires_grad_() for t in (x, *weights, *state)]
-    assert torch.autograd.gradcheck(lambda *a: ops.localized_filter(*a[:5], before=(a[5], a[6])), leaves)
-
-
-@pytest.mark.parametrize("with_starts", [False, True])
-def test_gradcheck(with_starts):
-    x, weights = make_inputs(5, 4)
-    starts = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 1, 0]], dtype=torch.bool) if with_starts else None
-    leaves = [t.requires_grad_() for t in (x, *weights)]
-    assert torch.autograd.gradcheck(lambda *a: ops.localized_filter(*a, document_start=starts), leaves)
-
-
 @pytest.mark.parametrize("block", [1, 4, 256])
 @pytest.mark.parametrize("form", ["blocks", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -192,17 +161,6 @@ def test_a_packed_document_equals_one_alone():
     starts[:, [5, 9]] = True
     packed = ops.localized_filter(x, *weights, document_start=starts)[:, 5:9]
     torch.testing.assert_close(packed, ops.localized_filter(x[:, 5:9], *weights), rtol=0, atol=1e-12)
-
-
-def test_gradients_do_not_cross_documents():
-    x, weights = make_inputs(6)
-    starts = torch.zeros(BATCH, 6, dtype=torch.bool)
-    starts[:, 3] = True
-    x.requires_grad_()
-    y = ops.localized_filter(x, *weights, document_start=starts)
-    dx_late = torch.autograd.grad(y[:, 3:].sum(), x, retain_graph=True)[0]
-    dx_early = torch.autograd.grad(y[:, :3].sum(), x)[0]
-    assert dx_late[:, :3].count_nonzero() == 0 and dx_early[:, 3:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (3, 1), (2, 2), (2, 3), (0, 4), (2, 0)])
@@ -288,15 +246,6 @@ def test_steps_equal_the_whole(chunks, rate, seed, choice):
         part, state = choice(chunk, state, *weights, document_start=start)
         parts.append(part)
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0, atol=1e-12)
-
-
-def test_step_state_is_input_and_first_convolution():
-    x, weights = make_inputs(4)
-    state = x.new_zeros(BATCH, 10), x.new_zeros(BATCH, 5)
-    _, (u_last, c_last) = ops.localized_filter_step(x, state, *weights)
-    c = F.conv1d(F.pad(x.transpose(1, 2), (1, 0)), weights[0], weights[1])[:, :, -1]
-    torch.testing.assert_close(u_last, x[:, -1], rtol=0, atol=0)
-    torch.testing.assert_close(c_last, c, rtol=0, atol=1e-12)
 
 
 def test_override_selects_the_reference(monkeypatch):

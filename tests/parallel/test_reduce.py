@@ -11,7 +11,7 @@ from tests.support.ranks import Case, run_cases
 def test_reductions_in_bf16_and_in_one_operation(tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     run_file = make_project(tmp_path / "project")
-    common = ("train.precision=fp32", "train.steps=3", "optimizer.bucket_size=1")
+    common = ("train.precision=fp32", "train.steps=2", "optimizer.bucket_size=1")
     run = run_config(run_file, *common)
     text = "1x4: 6@0 / 1x4: 6@1"
     plans = {sharded: parse_plan(run, text, optimizer_sharding=sharded) for sharded in (False, True)}

@@ -123,9 +123,10 @@ def train_and_tell(rank: int, plan: Plan, run: RunConfig, target: Path, port: in
 
 @pytest.mark.parametrize("every", [2, 0])
 def test_a_flipped_bit_is_found_where_it_is_looked_for(run_file: Path, tmp_path: Path, every: int) -> None:
-    plans = [parse_plan(run_config(run_file), flip.text) for flip in FLIPS]
-    spawn(_run_all, 3, run_file, tmp_path, FLIPS, plans, every)
-    for flip, plan in zip(FLIPS, plans, strict=True):
+    flips = FLIPS if every else [FLIPS[i] for i in (0, 3, 5)]
+    plans = [parse_plan(run_config(run_file), flip.text) for flip in flips]
+    spawn(_run_all, 3, run_file, tmp_path, flips, plans, every)
+    for flip, plan in zip(flips, plans, strict=True):
         texts = [(tmp_path / flip.name / str(rank)).read_text() for rank in range(plan.world_size)]
         if not every:
             assert not any(texts), (flip.name, texts)
@@ -157,7 +158,7 @@ def test_a_sound_run_raises_no_alarm_and_has_the_same_losses(run_file: Path, tmp
             run_file,
             tmp_path / f"{name}-{every}",
             parse_plan(run_config(run_file, *more), text, **keys),
-            ("train.steps=3", "validation.every=0", f"train.check_every={every}", *more),
+            ("train.steps=2", "validation.every=0", f"train.check_every={every}", *more),
         )
         for name, (text, keys, more) in QUIET.items()
         for every in (0, 1)
@@ -168,4 +169,4 @@ def test_a_sound_run_raises_no_alarm_and_has_the_same_losses(run_file: Path, tmp
         for key, case in cases.items()
     }
     for name in QUIET:
-        assert found[name, 0] == found[name, 1] and len(found[name, 0]) == 3, name
+        assert found[name, 0] == found[name, 1] and len(found[name, 0]) == 2, name

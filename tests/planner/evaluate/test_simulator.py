@@ -98,7 +98,7 @@ def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
     assert result.step_seconds == pytest.approx(seconds)
 
 
-@settings(derandomize=True, deadline=None, max_examples=160)
+@settings(derandomize=True, deadline=None, max_examples=80)
 @given(st.data())
 def test_rounds_that_repeat_need_not_be_run(data):
     stages, count = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 60))

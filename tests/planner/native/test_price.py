@@ -12,8 +12,8 @@ import pytest
 
 from tests.planner.by_hand import pipeline, pipeline_of, plan_on, unit
 from tests.planner.drafts import draft_of, price_of
-from tests.planner.search.test_activations import of_short_cards
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
+from tests.planner.search.test_offload import of_short_cards
 from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
 from yuan_train.config.model import LoraConfig

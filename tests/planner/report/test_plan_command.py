@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,3 +216,17 @@ def test_planning_never_imports_torch(tmp_path):
     out = str(tmp_path / "plan.yaml")
     assert "torch" not in loaded("plan", "--cluster", LAPTOP, "--config", RUN, "--out", out)
     assert "torch" not in loaded("simulate", "--plan", out)
+
+
+def test_the_picture_has_each_card_and_its_row_of_the_timeline(tmp_path: Path) -> None:
+    out = tmp_path / "plan.svg"
+    words = ["--cluster", "laptop", "--config", "configs/run/tiny.yaml", "search.effort=quick"]
+    assert main(["plan", *words, "--report", str(out)]) == 0
+    root = ET.parse(out).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    texts = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0].startswith("Plan for tiny on laptop: ") and texts[0].endswith(" a step")
+    for card in ("full/0", "half/0", "quarter/0"):
+        assert any(text == card for text in texts) and any(
+            text.startswith("p0 s") and card in text for text in texts
+        )

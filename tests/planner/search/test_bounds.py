@@ -151,26 +151,22 @@ def bound_of(costs: Costs, *schedules: ScheduleName) -> float:
 
 
 @pytest.mark.parametrize(("memory", "network"), [(4.0, 1e7), (0.02, 1e9)])
-def test_no_plan_of_few_cards_is_faster_than_the_bound_of_its_schedule(memory: float, network: float):
+def test_no_plan_of_few_cards_is_faster_than_the_bound_of_its_schedule(
+    memory: float, network: float, monkeypatch: pytest.MonkeyPatch
+):
+    """With thrice the seconds of every unit there are plans fast enough to refute the bound."""
     costs = make_costs(few_cards(memory, network))
     least = fastest(costs)
     for name, seconds in least.items():
         assert bound_of(costs, name) <= seconds * (1 + 1e-9)
     assert bound_of(costs, *SCHEDULES) > 0.3 * min(least.values())
-
-
-def test_a_bound_of_slower_units_is_undercut(monkeypatch: pytest.MonkeyPatch):
-    """The same check with thrice the seconds of every unit: there are plans fast enough to refute that."""
-    costs = make_costs(few_cards(4.0, 1e9))
-    least = fastest(costs)["1f1b"]
-    assert bound_of(costs, "1f1b") <= least
     seconds = UnitCost.seconds.fget
     assert seconds is not None
     monkeypatch.setattr(UnitCost, "seconds", property(lambda unit: 3 * seconds(unit)))
-    assert bound_of(costs, "1f1b") > least
+    assert bound_of(costs, "1f1b") > least["1f1b"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_search_comes_close_to_the_best_of_all_plans(seed):
     """Pipelines with unequal shares of the batch, two widths, idle cards, sharded optimizer state."""
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Optimizer state on the hosts, chosen with the cut: where memory is short, and nowhere else."""
+"""Optimizer state and activations on the hosts, chosen with the cut: where memory is short, nowhere else."""
 
 import itertools
 import math
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.planner.by_hand import pipeline, plan_on
-from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
+from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem, with_hosts
 from tests.support.project import with_stages
 from yuan_train.config.cluster import Host
 from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import HostProfile, Profile, merge_profiles
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -202,3 +203,31 @@ def test_by_default_nothing_leaves_the_cards_for_a_small_gain() -> None:
     assert beside_cards(much.best.plan) == 1 < beside_cards(found(0.5, offload=both).best.plan)
     assert found(0.5).best.step_seconds > 1.03 * much.best.step_seconds
     assert beside_cards(found(0.5, offload=None, recompute=("none",)).best.plan) == 1
+
+
+# --- activations instead of recompute --------------------------------------------------------------------
+
+
+DEEP = replace(MODEL, num_layers=16)
+SHORT = {"recompute": ("none", "full"), "pipelines": (1,), "tensor": (1,), "replicas": (1,)}
+
+
+def of_short_cards(host_link, **search):
+    """Four cards in one pipeline, of which the first has no room for what it has in flight."""
+    types = {"Card": replace(card(0.19), host_link=host_link)}
+    cards = with_hosts(replace(cluster(Card=(4, card())), device_types=types))
+    given = problem(cards, model=DEEP, global_batch_size=32)
+    return given, find(given, 4, **SHORT, **search)
+
+
+def test_a_fast_link_replaces_recompute_and_a_slow_one_does_not():
+    given, without = of_short_cards(1e12)
+    assert any(stage.num_recomputed for stage in without.best.cost.stages)
+    _, found = of_short_cards(1e12, offload=("activations",))
+    away = [stage for pipeline in found.best.plan.pipelines for stage in pipeline.stages]
+    assert found.best.step_seconds < without.best.step_seconds and found.best.cost.fits
+    assert any(stage.activation_offload for stage in away) and not list(validate_plan(found.best.plan))
+    assert not found.exact and found.lower_bound_seconds <= found.best.step_seconds
+    assert "optimizer state and activations on the host" in plan_table(found, given)
+    _, slow = of_short_cards(1e7, offload=("activations",))
+    assert slow.best.plan.pipelines == without.best.plan.pipelines

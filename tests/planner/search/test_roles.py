@@ -1,4 +1,5 @@
-"""Placement of roles: against every split on drawn clusters, and on H800 beside H20."""
+"""Placement of roles: against every split on drawn clusters, on H800 beside H20, and with engines that go on
+over the border of batches."""
 
 from __future__ import annotations
 
@@ -99,3 +100,23 @@ def test_bounds_hold_for_every_split() -> None:
             placed = search.placements(split, shared=shared)
             assert all(placement.step_seconds >= bound * (1 - 1e-9) for placement in placed)
             assert placed or not math.isnan(bound)
+
+
+def test_in_flight_no_batch_ends_with_its_longest_answer_and_passes_are_trained() -> None:
+    problem = drawn(0, most_cards=4)
+    load = replace(problem.load, expected_new_tokens=problem.load.new_tokens / 4)
+    batches = replace(problem, modes=("async",), placements=("apart",), load=load)
+    best = {
+        name: search_roles(case).best
+        for name, case in {
+            "batches": batches,
+            "flight": replace(batches, in_flight=True),
+            "passes": replace(batches, epochs=3),
+            "few bits": replace(batches, sync_share=0.1),
+        }.items()
+    }
+    assert best["batches"].tail_seconds > 0
+    assert best["flight"].step_seconds < best["batches"].step_seconds
+    assert best["passes"].step_seconds >= best["batches"].step_seconds
+    assert best["few bits"].step_seconds <= best["batches"].step_seconds
+    assert best["few bits"].sync_bytes == pytest.approx(0.1 * best["batches"].sync_bytes)

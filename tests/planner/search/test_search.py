@@ -14,6 +14,7 @@ from tests.support.models import tiny_model
 from yuan_train.config.cluster import CardCount, Cluster, DedicatedLink, Host, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.config.express import is_expressible
 from yuan_train.config.load import dump
 from yuan_train.config.model import load_model
 from yuan_train.config.plan import PipelinePlan
@@ -529,3 +530,67 @@ def test_tokens_are_divided_where_that_gains() -> None:
     # Alone on each card there is nothing to divide.
     single = find(problem(TWO_SPEEDS), tensor=(1,), sequence_parallel=(False, True))
     assert not single.best.plan.sequence_parallel
+
+
+# --- shapes ----------------------------------------------------------------------------------------------
+
+
+ALONE: dict[str, Any] = {"pipelines": (1,), "tensor": (1,), "replicas": (1,)}
+"""Search keys that leave one shape: one pipeline, one card per stage."""
+
+
+def test_mixed_pipelines_shard_the_optimizer_state():
+    """Each card has memory for the model's weights and gradients, and for half of its optimizer state."""
+    cards = cluster(Fast=(1, card(0.195, speed=2.0)), Slow=(1, card(0.195)))
+    search: dict[str, Any] = {"pipelines": (2,), "recompute": ("none",)}
+    plan = find(problem(cards), **search).best.plan
+    assert len(plan.pipelines) == 2 and plan.optimizer_sharding and not list(validate_plan(plan))
+    with pytest.raises(NoPlanFits):
+        find(problem(cards), optimizer_sharding=(False,), **search)
+
+
+def test_interleaved_stages_are_found_where_the_best_cut_has_none():
+    """The best 1F1B plan of this cluster has a pipeline of one stage, which has no virtual stages."""
+    laptop = load_cluster(CONFIGS / "cluster" / "laptop.yaml")
+    plain = find(problem(laptop, precision="fp32"))
+    assert min(len(pipeline.stages) for pipeline in plain.best.plan.pipelines) == 1
+    result = find(problem(laptop, precision="fp32"), schedule=("interleaved_1f1b",))
+    assert result.best.plan.schedule == "interleaved_1f1b" and not list(validate_plan(result.best.plan))
+    assert not result.exact
+    one_layer = problem(laptop, precision="fp32", model=replace(MODEL, num_layers=1))
+    with pytest.raises(NoPlanFits, match="virtual"):
+        find(one_layer, schedule=("interleaved_1f1b",))
+
+
+# --- the plans of one engine -----------------------------------------------------------------------------
+
+
+MEGATRON: dict[str, Any] = {"engine": ("megatron",)}
+EVERY = ("1f1b", "interleaved_1f1b", "zero_bubble", "gpipe")
+
+
+def test_every_plan_shown_is_one_that_megatron_core_runs() -> None:
+    given = problem(TWO_SPEEDS, global_batch_size=12)
+    free = find(given, schedule=EVERY)
+    found = find(given, schedule=EVERY, **MEGATRON)
+    assert all(is_expressible(c.plan) for c in (found.best, *found.runners_up))
+    # Else the restriction would not be seen here.
+    assert not all(is_expressible(c.plan) for c in (free.best, *free.runners_up))
+    assert free.best.step_seconds <= found.best.step_seconds
+    both = find(given, schedule=EVERY, engine=("yuan", "megatron"))
+    assert both.best.step_seconds == free.best.step_seconds
+
+
+def test_cards_of_another_backend_are_left_out() -> None:
+    other = card(speed=0.5)
+    cards = cluster(Fast=(2, card(speed=3.0)), Other=(1, type(other)(**{**vars(other), "backend": "rccl"})))
+    found = find(problem(cards), **MEGATRON)
+    assert {entry.type for entry in found.best.plan.ranks} == {"Fast"}
+    assert [left.card.type for left in found.left_out] == ["Other"]
+
+
+def test_keys_that_leave_no_plan_for_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"search.recompute: \[selective\], but megatron-core .* has only none"
+    ):
+        find(problem(TWO_SPEEDS), recompute=("selective",), **MEGATRON)
