@@ -84,15 +84,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(job: list[str], tmp_path: Path)
     assert describe(tmp_path / "ck")["whole"]
 
 
-def test_a_killed_rank_ends_the_others(job: list[str], tmp_path: Path) -> None:
-    with launched(job, tmp_path, until=2) as launcher:
-        assert launcher.process.pid is not None
-        os.kill(pids_of_ranks(launcher.process.pid)[1], signal.SIGKILL)
-        code, errors = launcher.wait(within_seconds=120)
-    assert code == 1
-    assert "rank 1" in errors and "SIGKILL" in errors, errors
-
-
 def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
     with launched([*job, "train.timeout=6 s"], tmp_path, until=2) as launcher:
         assert launcher.process.pid is not None

@@ -207,16 +207,6 @@ def test_a_stopped_rank_is_ended_by_its_launcher(project: Path, tmp_path: Path) 
     assert "error: rank 2 was stopped by a signal" in second, second
 
 
-def test_what_is_not_finite_ends_both_launchers(project: Path, tmp_path: Path) -> None:
-    lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
-    lines = [[*line, "optimizer.learning_rate=1e30"] for line in lines]
-    with started(lines, tmp_path) as agents:
-        codes, told = ends(agents, within_seconds=120)
-    assert codes == [1, 1]
-    for said in told:
-        assert "error: step 2: loss nan" in said and "that is not finite came from rank" in said, said
-
-
 def test_memory_that_runs_out_on_one_node_ends_both_launchers(project: Path, tmp_path: Path) -> None:
     """On a fake card, which the second node's rank gets from its launcher."""
     lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")

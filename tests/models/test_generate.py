@@ -44,15 +44,6 @@ def test_greedy_equals_full_forwards(make_model, monkeypatch, prompt, switches):
     assert ours == expected
 
 
-def test_stops_after_the_end_of_a_document(make_model):
-    model = make_model()
-    unlimited = list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0))
-    assert len(unlimited) == 8
-    stop = unlimited[2]
-    until = unlimited[: unlimited.index(stop) + 1]
-    assert list(generate(model, [1, 2, 3], max_new_tokens=8, temperature=0, eod_id=stop)) == until
-
-
 def test_streams(make_model, monkeypatch):
     model = make_model()
     calls = []

@@ -14,7 +14,7 @@ from yuan_train.models import initial
 from yuan_train.models.attention import find_resets
 from yuan_train.models.initial import initial_rows, initial_weight
 from yuan_train.models.rotary import rotary_tables
-from yuan_train.models.slots import Documents, new_slots, step_slots
+from yuan_train.models.slots import new_slots, step_slots
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.parallel.shard import Shard, part_of
 
@@ -301,18 +301,3 @@ def test_cached_forward_equals_the_whole(make_model, tokens_BS, chunks, attentio
     cache = new_slots(model, slots=2, max_length=12)
     rows = zip(tokens_BS.split(chunks, dim=1), PLACES.split(chunks, dim=1), strict=True)
     close(torch.cat([step(model, tokens, cache, places) for tokens, places in rows], dim=1), model(tokens_BS))
-
-
-@pytest.mark.parametrize("chunks", [[12], [1] * 12, [5, 1, 4, 2]])
-def test_cached_forward_resets_documents(make_model, tokens_BS, chunks):
-    model = make_model()
-    resets = find_resets(tokens_BS, eod_id=EOD, **ALL_RESETS)
-    assert resets.positions is not None and resets.document_start is not None
-    visible_from = torch.arange(12) - resets.positions
-    cache = new_slots(model, slots=2, max_length=20)
-    rows = (tokens_BS, PLACES, resets.positions, resets.document_start, visible_from)
-    parts = [
-        step(model, tokens, cache, places, Documents(*documents))
-        for tokens, places, *documents in zip(*(x.split(chunks, dim=1) for x in rows), strict=True)
-    ]
-    close(torch.cat(parts, dim=1), model(tokens_BS, **vars(resets)))

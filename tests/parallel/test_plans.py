@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.project import difference, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases, same_saved, saved_tensors
+from tests.support.spawn import free_port
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import RunConfig
@@ -19,42 +19,27 @@ from yuan_train.parallel.grid import Grid
 
 # In the short form of `parse_plan`.
 PLANS: dict[str, dict] = {
-    "one wide stage": {"text": "1x8: 6@0,1"},
-    "wide to narrow": {"text": "1x8: 3@0,1 | 3@2"},
-    "narrow to wide": {"text": "1x8: 3@0 | 3@1,2"},
     "wide, narrow, wide": {"text": "1x8: 2@0,1 | 2@2 | 2@3,4"},
     "one, then two replicas": {"text": "1x8: 3@0 | 3@1;2"},
-    "two replicas, then one": {"text": "1x8: 3@0;1 | 3@2"},
     "two wide replicas": {"text": "1x8: 3@0,1;2,3 | 3@4"},
     "mixed pipelines": {"text": "1x5: 4@0 | 2@1 / 1x3: 1@2 | 4@3 | 1@4"},
-    "a pipeline beside a single card": {"text": "1x4: 4@0 | 2@1 / 2x2: 6@2"},
     "pipelines of different widths": {"text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5"},
     "empty first and last stages": {"text": "1x8: 0@0 | 6@1,2 | 0@3"},
     "an empty stage between": {"text": "1x8: 3@0 | 0@1 | 3@2"},
     "four pipelines of a card": {"text": "1x2: 6@0 / 1x2: 6@1 / 1x2: 6@2 / 1x2: 6@3"},
     "fewer micro-batches than stages": {"text": "4x2: 1@0 | 2@1 | 2@2 | 1@3"},
-    "gpipe": {"text": "2x4: 2@0,1 | 4@2", "schedule": "gpipe"},
-    "interleaved": {"text": "1x8: 1@0 | 1@1 | 2@0 | 2@1", "schedule": "interleaved_1f1b"},
-    "interleaved, uneven": {"text": "1x8: 1@0 | 2@1 | 1@2 | 1@0 | 1@1 | 0@2", "schedule": "interleaved_1f1b"},
     "interleaved, unequal numbers of stages": {
         "text": "1x8: 2@0 | 2@1 | 1@0 | 1@2",
         "schedule": "interleaved_1f1b",
     },
     "zero bubble": {"text": "1x8: 3@0 | 2@1 | 1@2", "schedule": "zero_bubble"},
-    "zero bubble in a V": {"text": "1x8: 1@0 | 2@1 | 2@1 | 1@0", "schedule": "zero_bubble"},
     "two zero-bubble pipelines in Vs": {
         "text": "1x5: 1@0 | 2@1 | 2@1 | 1@0 / 1x3: 2@2 | 1@3 | 1@3 | 2@2",
         "schedule": "zero_bubble",
     },
-    "sharded state": {"text": "1x4: 4@0 | 2@1 / 2x2: 6@2", "optimizer_sharding": True},
     "sharded state of different widths": {
         "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
         "optimizer_sharding": True,
-    },
-    "unequal shares": {
-        "text": "1x4: 3@0 | 3@1 / 1x4: 3@2 | 3@3",
-        "optimizer_sharding": True,
-        "optimizer_share": [3, 1, 1, 2.5],
     },
     "unequal shares of replicas": {
         "text": "1x8: 3@0;1 | 3@2",
@@ -65,11 +50,6 @@ PLANS: dict[str, dict] = {
         "text": "1x4: 4@0 | 2@1 / 2x2: 6@2",
         "optimizer_sharding": True,
         "optimizer_share": [1, 0.001, 5],
-    },
-    "unequal shares of different widths": {
-        "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
-        "optimizer_sharding": True,
-        "optimizer_share": [1, 3, 7, 1],
     },
     "tokens divided": {
         "text": "1x4: 2.5@0,1 selective | 3.5@2 / 2x2: 1@3,4 full:1 | 2@5 | 3@3,4",
@@ -88,7 +68,6 @@ PLANS: dict[str, dict] = {
         "activation_offload": [2, 3],
         "resident_parts": [4, 6],
     },
-    "half layers": {"text": "1x8: 2.5@0,1 | 1@2 | 0.5@3 | 2@4"},
     "half layers beside whole ones": {
         "text": "1x4: 2.5@0,1 | 3.5@2 / 1x4: 3@3 | 0.5@4 | 2.5@5",
         "optimizer_sharding": True,
@@ -99,8 +78,6 @@ PLANS: dict[str, dict] = {
         "schedule": "interleaved_1f1b",
     },
     "half layers, zero bubble": {"text": "1x8: 1.5@0 | 2@1 | 1.5@1 | 1@0", "schedule": "zero_bubble"},
-    "recomputed": {"text": "1x8: 2@0,1 | 4@2;3", "recompute": "full"},
-    "deeper warm-up": {"text": "1x8: 2@0 | 2@1 | 1@2 | 1@3", "in_flight": [6, 4, None, None]},
     "deeper warm-up, replicas": {"text": "1x8: 2@0 | 2@1;2 | 2@3", "in_flight": [5, 5, 2]},
     "shallower warm-up": {"text": "1x8: 2@0 | 3@1 | 1@2", "in_flight": [2, 1, None]},
     "recompute of all kinds": {"text": "1x8: 2@0,1 selective | 3@2;3 full:2 | 1@4"},
@@ -119,7 +96,7 @@ PLANS: dict[str, dict] = {
 }
 FP32_TOO = (
     "wide, narrow, wide",
-    "interleaved, uneven",
+    "recompute of all kinds, interleaved",
     "sharded state of different widths",
     "tokens divided",
 )
@@ -142,20 +119,13 @@ def overrides(precision: str, folder: Path | None = None) -> tuple[str, ...]:
     )
 
 
-@pytest.fixture(scope="module", params=["fp32", "fp64"])
-def reference(
-    request: pytest.FixtureRequest, run_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, list[dict], dict[str, torch.Tensor]]:
-    """Precision, metrics and weights of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    case = Case(run_file, folder, None, overrides(request.param, folder / "ck"))
-    return request.param, run_alone(case), saved_tensors(folder / "ck")
-
-
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_every_plan_computes_what_one_process_computes(
-    run_file: Path, tmp_path: Path, reference: tuple[str, list[dict], dict[str, torch.Tensor]]
+    run_file: Path, tmp_path: Path, precision: str
 ) -> None:
-    precision, curve, weights = reference
+    alone = tmp_path / "alone"
+    curve = run_alone(Case(run_file, alone, None, overrides(precision, alone / "ck")))
+    weights = saved_tensors(alone / "ck")
     run = run_config(run_file, *overrides(precision))
     # fp64 shows that the computation is the same; fp32 that it also is in the precision used in practice.
     names = PLANS if precision == "fp64" else FP32_TOO
@@ -185,30 +155,28 @@ def test_every_plan_computes_what_one_process_computes(
 
 
 CONTROLS = {
-    "wide to narrow": "tensor_all_reduce",
-    "half layers beside whole ones": "sharded_grad_reduce",
-    "narrow to wide": "tensor_broadcast",
-    "one, then two replicas": "grad_all_reduce",
-    # The embedding and the head, which are one matrix.
-    "empty first and last stages": "grad_all_reduce",
-    "pipelines of different widths": "grad_all_reduce",
-    "recompute of all kinds, zero bubble": "recompute",
-    "sharded state of different widths": "sharded_grad_reduce",
-    "unequal shares": "sharded_grad_reduce",
-    "unequal shares of replicas": "sharded_weight_sync",
-    "two zero-bubble pipelines in Vs": "complete_gradients",
-    "tokens divided": "token_reduce_scatter",
+    "tensor_all_reduce": "wide, narrow, wide",
+    "tensor_broadcast": "wide, narrow, wide",
+    "grad_all_reduce": "one, then two replicas",
+    "recompute": "recompute of all kinds, zero bubble",
+    "sharded_grad_reduce": "sharded state of different widths",
+    "sharded_weight_sync": "unequal shares of replicas",
+    "complete_gradients": "two zero-bubble pipelines in Vs",
+    "token_reduce_scatter": "tokens divided",
 }
 
 
 def test_without_a_synchronisation_the_result_differs(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file, *overrides("fp64"))
     cases = {
-        name: Case(
-            run_file, tmp_path / name, parse_plan(run, **PLANS[name]), overrides("fp64"), without=without
+        without: Case(
+            run_file, tmp_path / without, parse_plan(run, **PLANS[name]), overrides("fp64"), without=without
         )
-        for name, without in CONTROLS.items()
+        for without, name in CONTROLS.items()
     }
+    # The embedding and the head, which are one matrix.
+    tied = parse_plan(run, **PLANS["empty first and last stages"])
+    cases["tied"] = replace(cases["grad_all_reduce"], folder=tmp_path / "tied", plan=tied, port=free_port())
     curve = run_alone(Case(run_file, tmp_path / "alone", None, overrides("fp64")))
     run_cases(list(cases.values()))
     for name, case in cases.items():
@@ -274,7 +242,7 @@ def test_state_on_the_host_changes_no_bit(run_file: Path, tmp_path: Path, precis
     # Under fp32 no weights beside the masters: the shares of the host alone.
     plans = OFFLOADED if precision == "bf16" else {"sharded": OFFLOADED["sharded"]}
     for name, (text, keys) in plans.items():
-        for x in (0.0, 0.3, 1.0) if name == "sharded" else (0.0, 0.3):
+        for x in (0.0, 0.3, 1.0) if name == "sharded" and precision == "bf16" else (0.0, 0.3):
             plan = parse_plan(run, text, optimizer_offload=[x] * text.count("@"), **keys)
             folder = tmp_path / f"{name} {x}"
             cases[name, x] = Case(run_file, folder, plan, overrides(precision, folder / "ck"))
@@ -401,7 +369,7 @@ def test_random_valid_plans(run_file: Path, tmp_path: Path) -> None:
     run = run_config(run_file, *settings_)
     found: list[dict] = []
 
-    @settings(derandomize=True, deadline=None, max_examples=8)
+    @settings(derandomize=True, deadline=None, max_examples=6)
     @given(valid_plans(run))
     def collect(plan: dict) -> None:
         found.append(plan)

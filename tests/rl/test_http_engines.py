@@ -424,15 +424,20 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_an_odd_reply_ends_the_run(tmp_path: Path, name: str) -> None:
-    answers, why = ODD[name]
-    path = write_rl(tmp_path)
+def test_an_odd_reply_is_refused(tmp_path: Path) -> None:
+    """And ends the run, as below."""
+    run = load_rl(write_rl(tmp_path), (roles(["http://127.0.0.1:1"], "test", kind="vllm", folder="a"),))
+    assert run.roles.generation is not None
+    drawing = Drawing(seed=0, max_new_tokens=5, stop_ids=frozenset(range(1, 7)))
     with faking() as fake:
-        fake.answers = answers
-        with pytest.raises(TrainingError) as ended:
-            run_rl(RLCase(path, tmp_path / "log", None, (roles([fake.url], "test"),)))
-    assert f"{fake.url}/v1/completions: wanted" in str(ended.value) and why in str(ended.value)
+        server = InferenceServer(fake.url, run.roles.generation, run)
+        assert len(server.answer(Ticket(3, (7, 8), 4), drawing)) == 4
+        for name, (answers, why) in ODD.items():
+            fake.answers = answers
+            with pytest.raises(TrainingError) as ended:
+                server.answer(Ticket(3, (7, 8), 4), drawing)
+            assert f"{fake.url}/v1/completions: wanted" in str(ended.value), name
+            assert why in str(ended.value), name
 
 
 def test_all_ranks_end_with_what_a_server_did(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ pytest.importorskip("uvicorn")
 
 PLANS = {
     "one process": (None, 1),
-    "two stages": ("1x4: 1@0 | 3@1", 2),
     "two unlike stages": ("1x4: 1@0 | 3@1,2", 3),
     "two pipelines": ("1x3: 4@0 / 1x1: 1@1 | 3@2", 3),
 }

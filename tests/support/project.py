@@ -71,32 +71,11 @@ def make_plan(
     micro_batch_size: int = 1,
 ) -> Plan:
     """A plan with a pipeline for each list of layers per stage, equal shares of the batch, a rank a stage."""
-    ranks = iter(range(sum(len(cut) for cut in cuts)))
-    pipelines = [
-        PipelinePlan(
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=run.train.global_batch_size // micro_batch_size // len(cuts),
-            stages=tuple(
-                StagePlan(
-                    replicas=((next(ranks),),),
-                    layers=(sum(cut[:s]), sum(cut[: s + 1])),
-                    embedding=s == 0,
-                    head=s == len(cut) - 1,
-                    recompute=recompute,  # pyright: ignore[reportArgumentType]
-                )
-                for s in range(len(cut))
-            ),
-        )
-        for cut in cuts
-    ]
-    return Plan(
-        model=run.model,
-        sequence_length=run.data.sequence_length,
-        global_batch_size=run.train.global_batch_size,
-        schedule=schedule,  # pyright: ignore[reportArgumentType]
-        ranks=tuple(RankPlan(rank=i, device=f"card/{i}", type="card") for i in range(sum(map(len, cuts)))),
-        pipelines=tuple(pipelines),
-    )
+    ranks = itertools.count()
+    number = run.train.global_batch_size // micro_batch_size // len(cuts)
+    stages = (" | ".join(f"{layers}@{next(ranks)}" for layers in cut) for cut in cuts)
+    text = " / ".join(f"{micro_batch_size}x{number}: {own}" for own in stages)
+    return parse_plan(run, text, schedule=schedule, recompute=recompute)
 
 
 def with_forecast(

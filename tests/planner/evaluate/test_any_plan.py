@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.by_hand import pipeline, plan_on, stage_times
-from tests.planner.search.test_search import MODEL, NETWORK, card, find, problem
+from tests.planner.search.test_search import MODEL, NETWORK, card, problem
 from tests.support.project import on_devices, with_stages
 from yuan_train.config.cluster import Cluster, NodeGroup
 from yuan_train.config.errors import PlanError
@@ -147,13 +147,6 @@ def test_a_worker_sends_itself_nothing():
 def test_workers_are_numbered_where_they_first_appear():
     plan = plan_of((8, [(((r,),), 2) for r in (0, 1, 0, 1)]), schedule="interleaved_1f1b")
     assert plan.pipelines[0].workers == ((0,), (1,), (0,), (1,))
-
-
-@pytest.mark.parametrize("schedule", ["zero_bubble", "interleaved_1f1b", "gpipe"])
-def test_other_schedules_are_searched_if_named(schedule):
-    plan = find(problem(EIGHT), schedule=(schedule,), pipelines=(2,), tensor=(1,), replicas=(1,)).best.plan
-    assert plan.schedule == schedule
-    assert not list(validate_plan(plan))
 
 
 @pytest.mark.parametrize("text", ["Ettt|tt|ttL", "E|ttttttt|L", "Et*4,|t*3L", "Et*7L"])

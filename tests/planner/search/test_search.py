@@ -16,14 +16,13 @@ from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.express import is_expressible
 from yuan_train.config.load import dump
-from yuan_train.config.model import load_model
 from yuan_train.config.plan import PipelinePlan
 from yuan_train.config.plan_constraints import load_plan, save_plan, validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.page import plan_html
-from yuan_train.planner.report.terminal import layer_list, megatron_layout, plan_json, plan_table
+from yuan_train.planner.report.terminal import layer_list, plan_json, plan_table
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.search_result import SearchResult, with_forecast
 
@@ -259,17 +258,6 @@ def test_every_cluster_file_plans(path):
     assert not list(validate_plan(result.best.plan))
 
 
-@pytest.mark.parametrize("cards", ["t4-a100", "geforce-40"])
-def test_the_2b_model_plans(cards):
-    model = load_model(CONFIGS / "model" / "yuan2-2b.yaml")
-    result = find(
-        problem(load_cluster(CONFIGS / "cluster" / f"{cards}.yaml"), model=model, sequence_length=2048),
-        pipelines=(4,),
-    )
-    assert result.best.cost.fits
-    assert result.lower_bound_seconds <= result.best.step_seconds
-
-
 def test_full_recompute_only_where_memory_requires_it():
     model = replace(MODEL, num_layers=12)
     roomy = find(problem(cluster(Fast=(1, card(4.0))), model=model)).best
@@ -478,13 +466,6 @@ def test_the_reason_for_no_even_split():
     assert "no even split: search.time_limit was over before its turn" in plan_table(result, crowd)
 
 
-def test_layouts_in_other_notations():
-    result = find(problem(TWO_SPEEDS), pipelines=(1,), use_all_devices=True, tensor=(1,), replicas=(1,))
-    assert sum(int(number) for number in layer_list(result.best).split(",")) == 8
-    layout = megatron_layout(result.best)
-    assert layout.startswith("E") and layout.endswith("L") and layout.count("|") == 3
-
-
 def test_page_is_self_contained_and_has_the_plan(tmp_path):
     result = find(problem(TWO_SPEEDS))
     page = plan_html(result, problem(TWO_SPEEDS))
@@ -498,14 +479,6 @@ def test_page_is_self_contained_and_has_the_plan(tmp_path):
         text.replace("&quot;", '"').replace("&#x27;", "'").replace("&lt;", "<").replace("&amp;", "&")
     )
     assert load_plan(path) == result.best.plan
-
-
-def test_json_agrees_with_the_result():
-    result = find(problem(TWO_SPEEDS))
-    document = plan_json(result, path="plan.yaml")
-    assert document["forecast"]["step_seconds"] == result.best.step_seconds
-    assert document["exact"] is result.exact
-    assert len(document["stages"]) == len(result.best.cost.stages)
 
 
 def test_tokens_are_divided_where_that_gains() -> None:
