@@ -48,7 +48,7 @@ FLIPS = [
 
 
 def given(run_file: Path, flip: Flip, folder: Path):
-    steps = "train.steps=4", "validation.every=0", "train.precision=bf16", "train.check_every=2"
+    steps = "train.steps=3", "validation.every=0", "train.precision=bf16", "train.check_every=2"
     return run_config(run_file, f"log.directory={folder}", *steps, *flip.overrides)
 
 

@@ -1,11 +1,11 @@
-"""Transports between two processes over gloo; pinned memory and nccl need CUDA devices."""
+"""Transports between two processes over gloo, and sums through a tree; pinned memory and nccl need a card."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,15 @@ from yuan_train.parallel import groups
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.parallel.grid import Edge, Grid
-from yuan_train.parallel.groups import Groups, init_distributed, make_groups, make_pair, shutdown
+from yuan_train.parallel.groups import (
+    Groups,
+    gather_on_first,
+    init_distributed,
+    make_groups,
+    make_pair,
+    shutdown,
+    sum_over_world,
+)
 from yuan_train.parallel.transport import (
     HostStagedTransport,
     LostPeer,
@@ -212,3 +220,38 @@ def test_what_nccl_is_told_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     # Torch warns of another timeout than the group's, and a warning is an error.
     assert options._timeout == timedelta(seconds=7)
     assert CPU.message_options(timedelta(seconds=7)) is None
+
+
+# --- a tree of groups ------------------------------------------------------------------------------------
+
+
+NUM_RANKS = 5
+"""In groups of two: a tree of three levels, whose last groups have one rank only."""
+
+
+def _sum(rank: int, port: int) -> None:
+    as_rank(rank, NUM_RANKS, port)
+    # As on many ranks: those of the world connect when they first exchange something.
+    groups.LAZY_FROM = groups.RING_UP_TO = 1
+    groups.TREE_WIDTH = 2
+    init_distributed(device=CPU, timeout_seconds=60)
+    coord = cast(Any, SimpleNamespace(rank=rank))
+    tree = Groups({}, {}, tree=groups._make_tree(timeout_seconds=60))
+    assert len(tree.tree) == {0: 3, 1: 1, 2: 2, 3: 1, 4: 1}[rank]
+    own = torch.tensor([1.0, rank, 2.0**-60 * 3**rank], dtype=torch.float64)
+    for held in (tree, Groups({}, {})):
+        total = own.clone()
+        sum_over_world(held, coord, total, "the sum")
+        assert total.tolist() == [5, 10, 2.0**-60 * (1 + 3 + 9 + 27 + 81)]
+        found = gather_on_first(held, coord, own, "the gather")
+        assert found == ([[1.0, r, 2.0**-60 * 3**r] for r in range(NUM_RANKS)] if rank == 0 else None)
+    total = own / 3
+    sum_over_world(tree, coord, total, "the sum")
+    same = [torch.empty_like(total) for _ in range(NUM_RANKS)]
+    dist.all_gather(same, total)
+    assert all(torch.equal(other, total) for other in same)
+    shutdown()
+
+
+def test_a_tree_sums_and_gathers_as_a_ring_does() -> None:
+    spawn(_sum, NUM_RANKS, free_port())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -78,11 +77,3 @@ def test_generation_is_measured_and_planned_with(tmp_path: Path, ask: Ask) -> No
         forecast = load_rl_plan(plan).forecast
         assert forecast is not None and forecast.source == source
         assert (forecast.scoring_seconds > 0) == (source == "measured")
-
-
-def test_a_run_that_is_not_of_reinforcement_learning_has_no_generation(tmp_path: Path) -> None:
-    run, out = load_rl(write_rl(tmp_path)), tmp_path / "profile.json"
-    model = tmp_path / "model.yaml"
-    model.write_text(json.dumps({k: v for k, v in vars(run.model).items()}))
-    assert main(["profile", "--model", str(model), "--seconds", "0.01", "--out", str(out)]) == 0
-    assert load_profile(out).generation == () and load_profile(out).batch is None

@@ -70,10 +70,11 @@ def test_solved_prompts_are_left_out_of_an_epoch_under_any_plan_and_after_a_resu
         "uneven": parse_plan(run, "2x4: 1@0 | 3@1"),
         "apart": roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0"),
     }
-    run_rl_cases([RLCase(path, tmp_path / name, plan, overrides) for name, plan in plans.items()])
+    few = (*overrides, "train.steps=6")
+    run_rl_cases([RLCase(path, tmp_path / name, plan, few) for name, plan in plans.items()])
     for name in plans:
-        assert read_lines(tmp_path / name, "samples.jsonl") == read_lines(whole.folder, "samples.jsonl")
-        assert_close(tmp_path / name, whole.folder, "grad_norm")
+        assert asked(tmp_path / name) == wanted[:12]
+        assert_close(tmp_path / name, read_lines(whole.folder)[:6], "grad_norm")
 
 
 def test_solved_groups_that_the_filter_replaces_rest_as_well(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""A run in one process: what is drawn, trained, logged, refused, and resumed."""
+"""A run in one process: what is drawn, trained, learned, logged, refused, and resumed."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -20,6 +21,7 @@ from tests.support.commands import Refuse
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.rl import RLCase, assert_same_run, read_lines, run_rl, write_rl
 from tests.support.spawn import start_command
+from tools import make_corpus, rl_tasks
 from yuan_train.cli.main import main
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import CheckpointError, DataError, PlanError, TrainingError
@@ -432,3 +434,30 @@ def test_a_simulated_card_keeps_its_pace_and_tells_what_takes_longer(
         assert len(told) == 1 and (longer == counts[name] if pace else 0 < longer)
     # The first ones of at least forwards, backwards and rounds have no pace.
     assert counts["given"] - counts["measured"] >= 3 * WARM_UP_PIECES
+
+
+# --- from rewards alone ----------------------------------------------------------------------------------
+
+
+def test_copying_is_learned_from_random_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`a =` is to be answered by a and the end: 40 steps of 80 answers."""
+    overrides = ["train.prompts_per_step=10", "algorithm.group=8", "optimizer.learning_rate=4e-3"]
+    first, last = rl_tasks.learn("copy", 0, tmp_path, [*overrides, "train.micro_batch_size=80"])
+    assert first < 0.3
+    assert last > 0.7
+    capsys.readouterr()
+    assert main(["show", str(tmp_path), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<polyline") == 6 and "<script" not in page
+    shown = capsys.readouterr().out
+    assert "reinforcement learning (grpo)" in shown and "reward       0." in shown
+
+
+def test_every_story_of_the_quick_start_can_be_begun(tmp_path: Path) -> None:
+    """Its prompts are beginnings of what tools/make_corpus.py tells; the reward is that of rl-story.yaml."""
+    told = make_corpus.story(random.Random(0))
+    rl_tasks.make("story", tmp_path / "story.jsonl")
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "story.jsonl").read_text().splitlines()]
+    assert len(set(prompts)) == 8 and all(prompt.startswith("One day ") for prompt in prompts)
+    assert told.split(" walked to the ")[0].split() == ["One", "day", told.split()[2]]
+    assert rl_tasks.of_a_fox("There sat a kind fox, who") == 1.0 and rl_tasks.of_a_fox("a cat") == 0.0

@@ -37,23 +37,23 @@ def test_a_run_exports_as_the_command_does(
     tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every second checkpoint, of which the newest is kept; of RL without critic and reference."""
-    words = train_words(tmp_path, "checkpoint.asynchronous=true")
+    words, last = train_words(tmp_path, "checkpoint.asynchronous=true"), 4
     if kind == "rl":
-        run = write_rl(tmp_path)
+        run, last = write_rl(tmp_path), 2
         words = ["rl", "--config", str(run), f"checkpoint.directory={tmp_path / 'c'}", "checkpoint.every=1"]
         words += ["algorithm.name=ppo", "algorithm.kl={coefficient: 0.1, renew: 1}", "train.precision=fp32"]
     checkpoints = tmp_path / "c"
-    assert main([*words, "train.steps=4", "checkpoint.export=2", "checkpoint.keep=1"]) == 0
-    assert names(checkpoints) == {"step-00000004", "hf-step-00000004"}
+    assert main([*words, f"train.steps={last}", "checkpoint.export=2", "checkpoint.keep=1"]) == 0
+    assert names(checkpoints) == {f"step-0000000{last}", f"hf-step-0000000{last}"}
     said = capfd.readouterr().err
-    assert re.findall(r"exported \S+/(\S+)", said) == [f"hf-step-0000000{n}" for n in (2, 4)], said
-    assert main(["export-hf", str(checkpoints / "step-00000004"), "--out", str(tmp_path / "hf")]) == 0
+    assert re.findall(r"exported \S+/(\S+)", said) == [f"hf-step-0000000{n}" for n in (2, 4)[: last // 2]]
+    newest = checkpoints / f"step-0000000{last}"
+    assert main(["export-hf", str(newest), "--out", str(tmp_path / "hf")]) == 0
     exported = sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert "model.safetensors" in exported and "config.json" in exported
     for name in exported:
-        assert (checkpoints / "hf-step-00000004" / name).read_bytes() == (
-            tmp_path / "hf" / name
-        ).read_bytes(), name
+        exported_beside = newest.with_name(f"hf-{newest.name}") / name
+        assert exported_beside.read_bytes() == (tmp_path / "hf" / name).read_bytes(), name
 
 
 def test_an_export_that_fails_is_a_warning(

@@ -22,6 +22,7 @@ from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl import load_rl
 from yuan_train.config.run import load_run
+from yuan_train.models import compiled
 from yuan_train.models.transformer import Transformer, init_weights
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,8 @@ PLANS: dict[str, dict[str, Any]] = {
 STEPS = 3
 SHORT = ("train.precision=fp64", f"train.steps={STEPS}", "optimizer.bucket_size=1")
 LORA = ("lora={rank: 3, alpha: 6}", *SHORT)
-SOME = ("lora={rank: 3, alpha: 6, targets: [out, up, value]}", *SHORT)
+TWO_STEPS = (*LORA, "train.steps=2")
+SOME_TWO_STEPS = (*TWO_STEPS, "lora.targets=[out, up, value]")
 
 
 @pytest.mark.parametrize(
@@ -58,15 +60,15 @@ SOME = ("lora={rank: 3, alpha: 6, targets: [out, up, value]}", *SHORT)
 )
 def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) -> None:
     run_file = make_project(tmp_path, model=MODELS[name])
-    run = run_config(run_file, *LORA)
-    alone = run_alone(Case(run_file, tmp_path / "alone", None, LORA))
+    run = run_config(run_file, *TWO_STEPS)
+    alone = run_alone(Case(run_file, tmp_path / "alone", None, TWO_STEPS))
     plans = {key: parse_plan(run, **plan) for key, plan in PLANS.items()}
-    cases = [Case(run_file, tmp_path / key, plan, LORA) for key, plan in plans.items()]
-    some = run_config(run_file, *SOME)
-    subset = Case(run_file, tmp_path / "some", parse_plan(some, **PLANS["unlike widths"]), SOME)
+    cases = [Case(run_file, tmp_path / key, plan, TWO_STEPS) for key, plan in plans.items()]
+    some = run_config(run_file, *SOME_TWO_STEPS)
+    subset = Case(run_file, tmp_path / "some", parse_plan(some, **PLANS["unlike widths"]), SOME_TWO_STEPS)
     wide = plans["unlike widths"]
     controls = [
-        Case(run_file, tmp_path / key, wide, LORA, without=key)
+        Case(run_file, tmp_path / key, wide, TWO_STEPS, without=key)
         for key in ("head_norm_reduce", "sharded_grad_reduce")
     ]
     run_cases([*cases, subset, *controls])
@@ -74,28 +76,31 @@ def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) ->
         curve = read_metrics(case.folder)
         assert difference(curve, alone, "loss") < 1e-12, case.folder.name
         assert difference(curve, alone, "grad_norm") < 1e-11, case.folder.name
-    alone_some = run_alone(Case(run_file, tmp_path / "some alone", None, SOME))
+    alone_some = run_alone(Case(run_file, tmp_path / "some alone", None, SOME_TWO_STEPS))
     assert difference(read_metrics(subset.folder), alone_some, "loss") < 1e-12
     assert difference(read_metrics(subset.folder), alone_some, "grad_norm") < 1e-11
     for broken in controls:
         curve = read_metrics(broken.folder)
         assert max(difference(curve, alone, key) for key in ("loss", "grad_norm")) > 1e-6
-    base = run_alone(Case(run_file, tmp_path / "base", None, SHORT))
+    base = run_alone(Case(run_file, tmp_path / "base", None, (*SHORT, "train.steps=2")))
     # B is zero at first, so step 1 computes what the base computes; then the base would go on otherwise.
     assert alone[0]["loss"] == alone_some[0]["loss"] == base[0]["loss"]
-    other = run_alone(Case(run_file, tmp_path / "alpha", None, (*LORA, "lora.alpha=7")))
+    other = run_alone(Case(run_file, tmp_path / "alpha", None, (*TWO_STEPS, "lora.alpha=7")))
     for curve in (base, other, alone_some):
         assert difference(curve, alone, "loss") > 1e-6
 
 
-def test_compiled_layers_have_adapters(tmp_path: Path) -> None:
+# See tests/models/test_compiled.py.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_have_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch.compiler.reset()
     run_file = make_project(tmp_path, model=MODELS["yuan"])
-    plan = parse_plan(run_config(run_file, *LORA), "1x4: 2@0 selective | 4@1 full / 1x4: 6@2")
-    case = Case(run_file, tmp_path / "plan", plan, (*LORA, "train.compile=true"), without="inductor")
-    run_cases([case])
-    alone = run_alone(Case(run_file, tmp_path / "alone", None, LORA))
+    plan = parse_plan(run_config(run_file, *TWO_STEPS), "1x8: 6@0 selective")
+    curve = run_alone(Case(run_file, tmp_path / "plan", plan, (*TWO_STEPS, "train.compile=true")))
+    alone = run_alone(Case(run_file, tmp_path / "alone", None, TWO_STEPS))
     for key in ("loss", "grad_norm"):
-        assert difference(read_metrics(case.folder), alone, key) < 1e-12
+        assert difference(curve, alone, key) < 1e-12
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -68,6 +68,7 @@ def test_a_profile_of_simulated_cards(run_file: Path, tmp_path: Path) -> None:
     assert code == 0, said
     profile = load_profile(out)
     assert profile.sequence_length == run.data.sequence_length
+    assert profile.generation == () and profile.batch is None, "of reinforcement learning alone"
     entries = {(e.device_type, e.tensor_parallel, e.recompute): e for e in profile.entries}
     # Only the slow node has two cards for a tensor-parallel group.
     kinds = (("Fast", 1), ("Slow", 1), ("Slow", 2))
@@ -170,14 +171,14 @@ def test_activation_and_transient_bytes_of_a_layer(run_file: Path) -> None:
         model=replace(
             run.model, num_layers=2, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64
         ),
-        sequence_length=256,
+        sequence_length=128,
         micro_batch_size=2,
         recompute="none",
         dtype=torch.float32,
         device=CPU,
         seconds_per_unit=0.01,
     )
-    hidden_bytes = 2 * 256 * 256 * 4
+    hidden_bytes = 2 * 128 * 256 * 4
     (kept,) = units.measure_case(case, device_type="here").entry.layers
     (recomputed,) = units.measure_case(replace(case, recompute="full"), device_type="here").entry.layers
     assert hidden_bytes <= recomputed.activation_bytes < 0.5 * kept.activation_bytes
@@ -232,13 +233,11 @@ device_types: {Mine: {memory: 24 GiB, fp32: 80 TFLOP/s, memory_bandwidth: 1000 G
 
 
 def test_profiles_of_two_machines_are_merged(run_file: Path, tmp_path: Path) -> None:
-    parts = []
-    for name in ("A", "B"):
-        parts.append(str(tmp_path / f"{name}.json"))
-        words = ["--config", str(run_file), "--device-type", name, "--seconds", "0.01", "--out", parts[-1]]
-        assert main(["profile", *words]) == 0
-    merged = tmp_path / "whole.json"
-    assert main(["profile", "--merge", *parts, "--out", str(merged)]) == 0
+    one, other, merged = (tmp_path / f"{name}.json" for name in ("one", "other", "whole"))
+    words = ["--config", str(run_file), "--device-type", "A", "--seconds", "0.01", "--out", str(one)]
+    assert main(["profile", *words]) == 0
+    other.write_text(one.read_text().replace('"A"', '"B"'))
+    assert main(["profile", "--merge", str(one), str(other), "--out", str(merged)]) == 0
     assert {entry.device_type for entry in load_profile(merged).entries} == {"A", "B"}
     assert main(["profile", "--out", str(merged)]) == 2
 
