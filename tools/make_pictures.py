@@ -98,7 +98,7 @@ def _lost_node(out: Path) -> int:
         project, measured, folder = (Path(name, part) for part in ("project", "measured", "run"))
         for path in (project, measured, folder):
             path.mkdir()
-        make_supervised(project, {"gpu-a": 2, "gpu-b": 1, "gpu-c": 1}, steps=1)
+        make_supervised(project, {"gpu-a": 2, "gpu-b": 1, "gpu-c": 1})
         cluster = yaml.safe_load((project / "cluster.yaml").read_text())
         for node, price in zip(cluster["nodes"], PRICES, strict=True):
             node["price"] = price

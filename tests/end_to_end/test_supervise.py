@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.support.networks import Host, three_hosts
 from tests.support.project import read_metrics
+from tests.support.ranks import Case, run_alone
 from tests.support.spawn import free_port
 from tests.support.supervised import (
     SECONDS,
@@ -33,18 +35,25 @@ from tests.support.supervised import (
 from yuan_train.checkpoint.in_memory import run_folder
 
 STEPS = 30
+Curve = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, its losses in one process, and a cluster of the unlike nodes a and b."""
+    """A run, and a cluster of the unlike nodes a and b."""
     folder = tmp_path_factory.mktemp("supervised")
-    make_supervised(folder, {"a": 2, "b": 1}, steps=STEPS)
+    make_supervised(folder, {"a": 2, "b": 1})
     return folder
 
 
+@pytest.fixture(scope="module")
+def alone(project: Path) -> Curve:
+    """The steps of one process."""
+    return run_alone(Case(project / "run.yaml", project / "alone", overrides=words(STEPS)))
+
+
 @pytest.mark.slow
-def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
+def test_a_node_is_killed_and_comes_back(project: Path, alone: Curve, tmp_path: Path) -> None:
     """The run goes on without it, and with it again; the losses are those of one process."""
     with supervised(project, tmp_path, *words(100_000), "checkpoint.every=5") as process:
         wait_until(lambda: steps_done(tmp_path) >= 7, tmp_path)
@@ -65,14 +74,13 @@ def test_a_node_is_killed_and_comes_back(project: Path, tmp_path: Path) -> None:
     assert again.forecast_after is not None and again.forecast_before is not None
     assert again.forecast_after < again.forecast_before == without.forecast_after
     assert stopped.event == "stopped"
-    alone = read_metrics(project / "alone")
     for found, wanted in zip(read_metrics(tmp_path / "log"), alone, strict=False):
         assert found["step"] == wanted["step"]
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_lead_that_is_cut_off_comes_back_in(project: Path, tmp_path: Path) -> None:
+def test_a_lead_that_is_cut_off_comes_back_in(project: Path, alone: Curve, tmp_path: Path) -> None:
     """The other node goes on without it. When its link is back, it writes down nothing of its own start."""
     changes = (*words(100_000), "checkpoint.every=5", "train.timeout=4 s")
     with three_hosts() as hosts:
@@ -93,14 +101,14 @@ def test_a_lead_that_is_cut_off_comes_back_in(project: Path, tmp_path: Path) -> 
         ("moved", ["a", "b"]),
     ]
     assert found[1].reason.startswith("a went; ") and found[2].reason.startswith("a came: ")
-    lines, alone = read_metrics(tmp_path / "log"), read_metrics(project / "alone")
+    lines = read_metrics(tmp_path / "log")
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     for line, wanted in zip(lines, alone, strict=False):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_lost_node_costs_a_few_steps(project: Path, tmp_path: Path) -> None:
+def test_a_lost_node_costs_a_few_steps(project: Path, alone: Curve, tmp_path: Path) -> None:
     """What it had done since the last step in its neighbour's memory; nothing is on disk yet."""
     keep = 4
     with supervised(project, tmp_path, *words(100_000), f"checkpoint.in_memory={keep}") as process:
@@ -117,7 +125,7 @@ def test_a_lost_node_costs_a_few_steps(project: Path, tmp_path: Path) -> None:
     found = re.search(r"resumed from /dev/shm/\S+ after step (\d+)", said)
     assert "the newest checkpoint is in the memory of a; there is none on disk" in said and found, said
     assert done - keep <= int(found[1]) <= done
-    lines, alone = read_metrics(tmp_path / "log"), read_metrics(project / "alone")
+    lines = read_metrics(tmp_path / "log")
     for line, wanted in zip(lines, alone, strict=False):
         assert line["step"] == wanted["step"]
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
@@ -125,7 +133,7 @@ def test_a_lost_node_costs_a_few_steps(project: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_card_that_slows_is_planned_for(project: Path, tmp_path: Path) -> None:
+def test_a_card_that_slows_is_planned_for(project: Path, alone: Curve, tmp_path: Path) -> None:
     """It gets less to do in the processes that there are, and no loss changes; `python -m tools.bench
     faults/slowed` has what that gains."""
     cluster = yaml.safe_load((project / "cluster.yaml").read_text())
@@ -150,7 +158,7 @@ def test_a_card_that_slows_is_planned_for(project: Path, tmp_path: Path) -> None
     assert moved.reason.startswith("b/0 computes ") and "(1.0 was planned for): a step of" in moved.reason
     assert moved.forecast_before is not None and moved.forecast_after is not None
     assert moved.forecast_after < 0.8 * moved.forecast_before
-    for found, wanted in zip(lines, read_metrics(project / "alone"), strict=False):
+    for found, wanted in zip(lines, alone, strict=False):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 

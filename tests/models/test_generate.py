@@ -69,11 +69,6 @@ def test_the_seed_determines_the_tokens_and_the_global_generator_is_unused(make_
     assert len(list(generate(model, [1, 2], max_new_tokens=3))) == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(make_model, dtype):
-    assert len(list(generate(make_model(dtype=dtype), [1, 2], max_new_tokens=4, seed=0))) == 4
-
-
 def test_a_prompt_may_fill_the_model(make_model):
     model = make_model(max_sequence_length=8)
     assert len(list(generate(model, [1] * 5, max_new_tokens=3, seed=0))) == 3
@@ -154,10 +149,6 @@ def test_temperature_one_follows_the_probabilities():
 @pytest.mark.parametrize("temperature", [0.0, 1e-3, 1e-40])
 def test_low_temperatures_sample_the_most_probable_token(temperature):
     assert set(samples(20, temperature=temperature)) == {0}
-
-
-def test_high_temperature_flattens():
-    assert samples(temperature=50.0).count(4) > 40
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, {0}), (2, {0, 3}), (3, {0, 1, 3}), (99, {0, 1, 2, 3, 4})])

@@ -17,7 +17,6 @@ import yaml
 
 from tests.support.networks import Host
 from tests.support.project import make_project, read_metrics
-from tests.support.ranks import Case, run_alone
 from yuan_train.checkpoint.in_memory import run_folder
 from yuan_train.report.journal import Entry, read_entries
 
@@ -44,9 +43,9 @@ PORT = 29400
 """Where agents with a network of their own meet, on which nobody else is."""
 
 
-def make_supervised(folder: Path, cards: Mapping[str, int], *, steps: int) -> None:
-    """Write a run, a cluster of nodes with so many cards each, and the losses of one process's steps."""
-    run_file = make_project(folder)
+def make_supervised(folder: Path, cards: Mapping[str, int]) -> None:
+    """Write a run, and a cluster of nodes with so many cards each."""
+    make_project(folder)
     nodes = [
         {"name": name, "device": "core", "devices": count, "link": NETWORK, "network": NETWORK}
         | {"host": {"memory": "16 GiB"}}
@@ -54,7 +53,6 @@ def make_supervised(folder: Path, cards: Mapping[str, int], *, steps: int) -> No
     ]
     cluster = {"name": "some", "nodes": nodes, "device_types": {"core": CARD}}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
-    run_alone(Case(run_file, folder / "alone", overrides=words(steps)))
 
 
 def words(steps: int) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ import yaml
 
 from tests.support.networks import Host, hosts_on_a_bridge
 from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
+from tests.support.ranks import Case, run_alone
 from tests.support.spawn import free_port
 from tests.support.supervised import (
     entries,
@@ -222,7 +223,7 @@ def _slowed_run(folder: Path, factor: float, *, is_slow: bool) -> Iterator[Row]:
     project, out = folder / "project", folder / "run"
     project.mkdir(parents=True)
     out.mkdir()
-    make_supervised(project, {"a": 1, "b": 1}, steps=1)
+    make_supervised(project, {"a": 1, "b": 1})
     cluster = yaml.safe_load((project / "cluster.yaml").read_text())
     types = cluster["device_types"]
     types["slow"] = types["core"] | {key: f"{80 / factor} GFLOP/s" for key in ("fp32", "bf16")}
@@ -343,7 +344,7 @@ def _run_faults(
     project, scene, found = kept / "project", place(folder=kept / "run"), list[Fault]()
     project.mkdir()
     scene.folder.mkdir()
-    make_supervised(project, scene.cards, steps=1)
+    make_supervised(project, scene.cards)
     with supervised(project, scene.folder, *more, *words(1_000_000), network=scene.network) as process:
         _await(lambda: steps_done(scene.folder) or None, 2 * LIMIT)
         first = time.monotonic()
@@ -602,8 +603,8 @@ def _whole_row(project: Path, scene: Scene, found: Sequence[Fault], *, code: int
     """The run as a whole: its checkpoints, its losses, and which part of its time was useful."""
     folder, lines = scene.folder, read_metrics(scene.folder / "log")
     compared = lines[:MOST_COMPARED]
-    make_supervised(project, scene.cards, steps=len(compared))
-    differs = difference(compared, read_metrics(project / "alone"))
+    alone = Case(project / "run.yaml", project / "alone", overrides=words(len(compared)))
+    differs = difference(compared, run_alone(alone))
     torn = _torn(folder)
     useful = len(lines) * statistics.median(line["step_seconds"] for line in lines)
     lost = seconds - useful

@@ -232,7 +232,6 @@ def test_no_cut_of_two_equal_pipelines_is_faster(bandwidth, layers, sharded):
     # Over slow links deeper warm-ups are faster still. No proof covers them.
     assert result.best.step_seconds <= lowest * (1 + 1e-9)
     assert not result.exact if bandwidth == 1e8 else result.best.step_seconds < lowest or result.exact
-    assert result.best.step_seconds <= lowest * (1 + 1e-9)
     assert result.lower_bound_seconds <= lowest * (1 + 1e-9)
 
 
