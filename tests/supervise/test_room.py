@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,13 +29,33 @@ class Met:
     others: Round
 
 
+OpenRoom = Callable[[int, str, int, float], Room]
+
+
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> Iterator[Met]:
+def open_room() -> Iterator[OpenRoom]:
+    """Makes rooms of (port, name, nodes, grace), whose heartbeats end with the test.
+
+    A future and its exception hold each other, and a room: collected by a heartbeat, that waits for itself.
+    """
+    opened: list[Room] = []
+
+    def make(port: int, name: str, nodes: int, grace: float) -> Room:
+        opened.append(Room((HOST, port), name, nodes=nodes, grace=grace))
+        return opened[-1]
+
+    yield make
+    for room in opened:
+        room._handler._stop_heartbeats()
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch, open_room: OpenRoom) -> Iterator[Met]:
     """Without a word of it, an agent would be taken to be gone after hours only."""
     monkeypatch.setattr(rooms, "BEATS_MISSED", 10_000)
     port = free_port(HOST)
     store = open_store(HOST, port)
-    found = [Room((HOST, port), name, nodes=2, grace=0.1) for name in "ab"]
+    found = [open_room(port, name, 2, 0.1) for name in "ab"]
     with ThreadPoolExecutor() as threads:
         rounds = list(threads.map(_enter, found, "ab"))
         assert [set(members) for members in threads.map(Round.members, rounds) if members] == [{"a", "b"}] * 2
@@ -73,11 +93,11 @@ def test_an_agent_whose_end_was_seen_needs_no_long_silence(met: Met, monkeypatch
     assert met.round.lost() == ()
 
 
-def test_who_is_expected_is_waited_for_and_nobody_else() -> None:
+def test_who_is_expected_is_waited_for_and_nobody_else(open_room: OpenRoom) -> None:
     """Three of four meet long before their grace is over: it is known that the fourth does not come."""
     port = free_port(HOST)
     store = open_store(HOST, port)
-    found = {name: Room((HOST, port), name, nodes=4, grace=100_000.0) for name in "abc"}
+    found = {name: open_room(port, name, 4, 100_000.0) for name in "abc"}
     found["a"].expect(["a", "b"])
     with ThreadPoolExecutor() as threads:
         waits = threads.submit(_enter, found["a"], "a")
@@ -114,11 +134,11 @@ def test_who_stays_needs_no_other_meeting(met: Met) -> None:
             assert found.leads == (found is rounds[stay[0]]) and not found.has_verdict()
 
 
-def test_who_waits_gets_a_seat_beside_those_who_stay() -> None:
+def test_who_waits_gets_a_seat_beside_those_who_stay(open_room: OpenRoom) -> None:
     """Without another meeting: it waits in torch's, and comes out of it into the round that is next."""
     port = free_port(HOST)
     store = open_store(HOST, port)
-    rooms_of = {name: Room((HOST, port), name, nodes=3, grace=0.1) for name in "abc"}
+    rooms_of = {name: open_room(port, name, 3, 0.1) for name in "abc"}
     with ThreadPoolExecutor() as threads:
         first = _enter(rooms_of["a"], "a")
         waits = threads.submit(_enter, rooms_of["b"], "b")
@@ -141,11 +161,11 @@ def test_who_waits_gets_a_seat_beside_those_who_stay() -> None:
     del store
 
 
-def test_the_loss_of_the_store_is_one_error_whoever_asks() -> None:
+def test_the_loss_of_the_store_is_one_error_whoever_asks(open_room: OpenRoom) -> None:
     """On it the agent has its ranks save: its lead may just have asked who waits."""
     port = free_port(HOST)
     store = open_store(HOST, port)
-    room = Room((HOST, port), "a", nodes=2, grace=0.1)
+    room = open_room(port, "a", 2, 0.1)
     current = _enter(room, "a")
     assert room.waiting(["a", "b"], ["a"]) == ()
     del store
