@@ -218,8 +218,10 @@ class _TokenLosses(torch.autograd.Function):
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
     """gradient * scale in `dtype`, without a copy of the whole in the gradient's dtype."""
-    if gradient is None or gradient.device.type != "cpu" or gradient.dtype == dtype:
-        return None if gradient is None else (gradient * scale).to(dtype)
+    if gradient is None:
+        return None
+    if gradient.device.type != "cpu" or gradient.dtype == dtype:
+        return (gradient * scale).to(dtype)
     result = torch.empty(gradient.shape, dtype=dtype)
     for rows in blocks(gradient.shape[0], WEIGHT_ROWS["cpu"]):
         result[rows] = gradient[rows] * scale
