@@ -90,6 +90,11 @@ def test_wrong_arguments(arguments: list[str], message: str, refuse: Refuse) -> 
     assert message in refuse(*arguments)
 
 
+def test_a_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch, refuse: Refuse) -> None:
+    monkeypatch.setenv("YUAN_KERNELS", "refrence")
+    assert "YUAN_KERNELS='refrence': wanted 'reference', or no such variable" in refuse("doctor")
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert re.fullmatch(r"yuan-train \d+\.\d+\.\d+\n", capsys.readouterr().out)

@@ -133,6 +133,9 @@ def _dispatch(arguments: list[str]) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise YuanError(f"there is no command {name!r}; {hint}(has: {', '.join(COMMANDS)})")
+    # The kernels say the same, in the middle of a run and without an exit code.
+    if (kernels := os.environ.get("YUAN_KERNELS", "")) not in ("", "reference"):
+        raise YuanError(f"YUAN_KERNELS={kernels!r}: wanted 'reference', or no such variable")
     parser, own = command_parser(name)
     # Before what is missing is complained of: a slip in a needed option is both.
     options = {option for action in own._actions for option in action.option_strings}
