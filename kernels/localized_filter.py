@@ -208,6 +208,33 @@ def localized_filter_weight_gradient(
     return conv1_weight, conv1_bias, conv2_weight, conv2_bias
 
 
+def _check(
+    x: Tensor,
+    conv1_weight: Tensor,
+    conv1_bias: Tensor,
+    conv2_weight: Tensor,
+    conv2_bias: Tensor | None,
+    document_start: Tensor | None,
+    state: FilterState | None,
+) -> None:
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {list(x.shape)}; the filter expects [batch, tokens, hidden]")
+    batch, tokens, hidden = x.shape
+    channels = conv1_weight.shape[0]
+    check_shape("conv1_weight", conv1_weight, (channels, hidden, 2))
+    check_shape("conv1_bias", conv1_bias, (channels,))
+    check_shape("conv2_weight", conv2_weight, (hidden, channels, 2))
+    if conv2_bias is not None:
+        check_shape("conv2_bias", conv2_bias, (hidden,))
+    if document_start is not None:
+        check_shape("document_start", document_start, (batch, tokens))
+        if document_start.dtype != torch.bool:
+            raise ValueError(f"document_start is {document_start.dtype}; it must be bool")
+    if state is not None:
+        check_shape("the state's u", state[0], (batch, hidden))
+        check_shape("the state's c", state[1], (batch, channels))
+
+
 # --- on a CPU: blocks of tokens, with all sequences concatenated -------------------------------------------
 
 
@@ -349,33 +376,6 @@ def _select(x: Tensor, keep: Tensor | None) -> Tensor:
 
 
 # --- the two layouts of the weights ------------------------------------------------------------------------
-
-
-def _check(
-    x: Tensor,
-    conv1_weight: Tensor,
-    conv1_bias: Tensor,
-    conv2_weight: Tensor,
-    conv2_bias: Tensor | None,
-    document_start: Tensor | None,
-    state: FilterState | None,
-) -> None:
-    if x.dim() != 3:
-        raise ValueError(f"x has shape {list(x.shape)}; the filter expects [batch, tokens, hidden]")
-    batch, tokens, hidden = x.shape
-    channels = conv1_weight.shape[0]
-    check_shape("conv1_weight", conv1_weight, (channels, hidden, 2))
-    check_shape("conv1_bias", conv1_bias, (channels,))
-    check_shape("conv2_weight", conv2_weight, (hidden, channels, 2))
-    if conv2_bias is not None:
-        check_shape("conv2_bias", conv2_bias, (hidden,))
-    if document_start is not None:
-        check_shape("document_start", document_start, (batch, tokens))
-        if document_start.dtype != torch.bool:
-            raise ValueError(f"document_start is {document_start.dtype}; it must be bool")
-    if state is not None:
-        check_shape("the state's u", state[0], (batch, hidden))
-        check_shape("the state's c", state[1], (batch, channels))
 
 
 def _interleaved_taps(
