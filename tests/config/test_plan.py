@@ -1,5 +1,6 @@
 """Every constraint on a plan, with its message."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.parallel.test_grid import run_of
 from tests.support.models import tiny_model
+from tests.support.project import parse_plan, stage_text
 from yuan_train.config.document import parse_document
 from yuan_train.config.errors import PlanError
 from yuan_train.config.load import build, dump
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import keep_plan, load_plan, plans_in, save_plan, validate_plan
 
 # The documented form; stage 0 is at line 28, stage 1 at line 29.
@@ -360,44 +363,21 @@ def model(**changes: Any) -> ModelConfig:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """Valid plans: pipelines cut at any layers, each stage with replicas of one width."""
-    num_layers = draw(st.integers(1, 12))
-    pipelines: list[PipelinePlan] = []
-    world_size = 0
+    num_layers, texts, rank = draw(st.integers(1, 12)), list[str](), 0
     for _ in range(draw(st.integers(1, 3))):
         cuts = sorted(draw(st.lists(st.integers(0, num_layers), max_size=3)))
-        bounds = [0, *cuts, num_layers]
-        num_micro_batches = draw(st.integers(2, 6))
-        stages: list[StagePlan] = []
-        for s in range(len(bounds) - 1):
+        stages = list[str]()
+        for first, last in itertools.pairwise([0, *cuts, num_layers]):
             width, number = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 2))
-            first, world_size = world_size, world_size + width * number
-            stages.append(
-                StagePlan(
-                    replicas=tuple(
-                        tuple(range(first + width * i, first + width * (i + 1))) for i in range(number)
-                    ),
-                    layers=(bounds[s], bounds[s + 1]),
-                    embedding=s == 0,
-                    head=s == len(bounds) - 2,
-                    recompute=draw(st.sampled_from(["none", "full"])),
-                    optimizer_offload=draw(st.floats(0, 1)),
-                )
-            )
-        pipelines.append(
-            PipelinePlan(
-                micro_batch_size=draw(st.integers(1, 3)),
-                num_micro_batches=num_micro_batches,
-                stages=tuple(stages),
-            )
-        )
-    return Plan(
-        cluster="c",
-        model=model(num_layers=num_layers),
-        sequence_length=128,
-        global_batch_size=sum(pipeline.num_sequences for pipeline in pipelines),
-        ranks=tuple(RankPlan(rank=i, device=f"n/{i}", type="T4") for i in range(world_size)),
-        pipelines=tuple(pipelines),
-    )
+            kind = draw(st.sampled_from(["none", "full"]))
+            stages.append(f"{stage_text(last - first, rank, width, number)} {kind}")
+            rank += width * number
+        texts.append(f"{draw(st.integers(1, 3))}x{draw(st.integers(2, 6))}: {' | '.join(stages)}")
+    text = " / ".join(texts)
+    offload = [draw(st.floats(0, 1)) for _ in range(text.count("@"))]
+    plan = parse_plan(run_of(num_layers, 1), text, optimizer_offload=offload)
+    batch = sum(pipeline.num_sequences for pipeline in plan.pipelines)
+    return replace(plan, model=model(num_layers=num_layers), global_batch_size=batch)
 
 
 @given(plans())

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.schedule.test_messages import early, loop, v_shape
+from tests.parallel.test_grid import run_of
+from tests.schedule.test_messages import early
+from tests.support.project import parse_plan
 from tests.support.streamed_fake import FakeReceive, World, find_deadlock, run_hosts
-from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.config.run import ScheduleName
 from yuan_train.parallel.apply import make_bridge, pipeline_schedule
 from yuan_train.parallel.bridge import Boundary
@@ -24,61 +26,17 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import Groups
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.messages import receive_for
-from yuan_train.schedule.step import Schedule, Step, Workers, num_workers, one_worker_each
+from yuan_train.schedule.schedules import forward_only
+from yuan_train.schedule.step import Schedule, Step, Workers
 
 LAYERS = 6
 SHAPE = (1, 1, 2)
 
 
-@dataclass(frozen=True)
-class Pipe:
-    """One pipeline: the workers of its stages, micro-batches, depths; layers are shared evenly."""
-
-    workers: Workers
-    num_micro_batches: int = 8
-    in_flight: tuple[int, ...] | None = None
-
-
-def make_plan(schedule: ScheduleName, pipes: list[Pipe], cards: tuple[str, ...] = ("A100-80G",)) -> Plan:
-    """A plan with one rank per worker; card types are dealt to ranks in turn."""
-    pipelines: list[PipelinePlan] = []
-    first = 0
-    for pipe in pipes:
-        count = len(pipe.workers)
-        borders = [LAYERS * s // count for s in range(count + 1)]
-        pipelines.append(
-            PipelinePlan(
-                micro_batch_size=1,
-                num_micro_batches=pipe.num_micro_batches,
-                stages=tuple(
-                    StagePlan(
-                        replicas=tuple((first + worker,) for worker in replicas),
-                        layers=(borders[s], borders[s + 1]),
-                        embedding=s == 0,
-                        head=s == count - 1,
-                        in_flight=pipe.in_flight[s] if pipe.in_flight else None,
-                    )
-                    for s, replicas in enumerate(pipe.workers)
-                ),
-            )
-        )
-        first += num_workers(pipe.workers)
-    model = ModelConfig(
-        name="toy",
-        num_layers=LAYERS,
-        hidden_size=2,
-        num_attention_heads=1,
-        ffn_hidden_size=2,
-        vocab_size=4,
-        max_sequence_length=1,
-    )
-    return Plan(
-        model=model,
-        sequence_length=1,
-        global_batch_size=sum(pipe.num_micro_batches for pipe in pipes),
-        schedule=schedule,
-        ranks=tuple(RankPlan(rank=r, device=f"n/{r}", type=cards[r % len(cards)]) for r in range(first)),
-        pipelines=tuple(pipelines),
+def make_plan(schedule: ScheduleName, text: str, in_flight: Sequence[int | None] = ()) -> Plan:
+    """A plan of LAYERS layers in the short form of `parse_plan`, with depths or without."""
+    return parse_plan(
+        run_of(LAYERS, 1), text, schedule=schedule, in_flight=in_flight or [None] * text.count("@")
     )
 
 
@@ -154,6 +112,8 @@ class Rank:
     number: int
     schedule: Schedule
     gradients: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    most_kept: int = 0
+    """The most micro-batches in flight."""
     most_sent: int = 0
     """The most gradients kept after they were sent."""
     most_held: int = 0
@@ -219,8 +179,9 @@ class Rank:
         for step in self.executor.steps(self.program):
             yield step
             sent = [s for queue in self.bridge._sent.values() for s, _ in queue if "gradient" in s.kind]
-            self.most_sent = max(self.most_sent, len(sent))
-            self.most_held = max(self.most_held, len(sent) + len(self.executor._kept))
+            kept = len(self.executor._kept)
+            self.most_kept, self.most_sent = max(self.most_kept, kept), max(self.most_sent, len(sent))
+            self.most_held = max(self.most_held, len(sent) + kept)
         while self._pending:
             self._pending.pop().wait()
 
@@ -257,29 +218,38 @@ def gradients_of_one_process(plan: Plan) -> list[float]:
 
 MACHINES = [(queues, synchronise) for queues in (1, 2, 8) for synchronise in (False, True)]
 
+ROW, THREE, PAIR = "1@0 | 2@1 | 1@2 | 2@3", "2@0 | 2@1 | 2@2", "3@3 | 3@4"
+V, LOOP = "1@0 | 1@1 | 1@2 | 1@2 | 1@1 | 1@0", "1@0 | 1@1 | 1@2 | 1@0 | 1@1 | 1@2"
+
 PLANS = {
-    "1f1b": make_plan("1f1b", [Pipe(one_worker_each(4))]),
-    "1f1b on two": make_plan("1f1b", [Pipe(one_worker_each(2))]),
-    "gpipe": make_plan("gpipe", [Pipe(one_worker_each(3))]),
-    "zero bubble": make_plan("zero_bubble", [Pipe(one_worker_each(3))]),
-    "V": make_plan("zero_bubble", [Pipe(v_shape(3))]),
-    "interleaved": make_plan("interleaved_1f1b", [Pipe(loop(3, 2))]),
-    "interleaved 0 1 0": make_plan("interleaved_1f1b", [Pipe(((0,), (1,), (0,)), 6)]),
-    "zero bubble 0 1 0": make_plan("zero_bubble", [Pipe(((0,), (1,), (0,)), 6)]),
-    "deep": make_plan("1f1b", [Pipe(one_worker_each(4), 12, (5, 4, 2, 1))]),
-    "deeper": make_plan("1f1b", [Pipe(one_worker_each(3), 12, (7, 2, 1))]),
-    "even": make_plan("1f1b", [Pipe(one_worker_each(3), 8, (3, 3, 3))]),
-    "replicas 1 2": make_plan("1f1b", [Pipe(((0,), (1, 2)))]),
-    "replicas 2 1": make_plan("1f1b", [Pipe(((0, 1), (2,)))]),
-    "replicas 1 2 1": make_plan("1f1b", [Pipe(((0,), (1, 2), (3,)))]),
-    "two pipelines": make_plan("1f1b", [Pipe(one_worker_each(3)), Pipe(one_worker_each(2), 5)]),
+    "1f1b": make_plan("1f1b", f"1x8: {ROW}"),
+    "1f1b on two": make_plan("1f1b", "1x8: 3@0 | 3@1"),
+    "gpipe": make_plan("gpipe", f"1x8: {THREE}"),
+    "zero bubble": make_plan("zero_bubble", f"1x8: {THREE}"),
+    "V": make_plan("zero_bubble", f"1x8: {V}"),
+    "interleaved": make_plan("interleaved_1f1b", f"1x8: {LOOP}"),
+    "interleaved 0 1 0": make_plan("interleaved_1f1b", "1x6: 2@0 | 2@1 | 2@0"),
+    "zero bubble 0 1 0": make_plan("zero_bubble", "1x6: 2@0 | 2@1 | 2@0"),
+    "deep": make_plan("1f1b", f"1x12: {ROW}", (5, 4, 2, 1)),
+    "deeper": make_plan("1f1b", f"1x12: {THREE}", (7, 2, 1)),
+    "even": make_plan("1f1b", f"1x8: {THREE}", (3, 3, 3)),
+    "replicas 1 2": make_plan("1f1b", "1x8: 3@0 | 3@1;2"),
+    "replicas 2 1": make_plan("1f1b", "1x8: 3@0;1 | 3@2"),
+    "replicas 1 2 1": make_plan("1f1b", "1x8: 2@0 | 2@1;2 | 2@3"),
+    "two pipelines": make_plan("1f1b", f"1x8: {THREE} / 1x5: {PAIR}"),
     "three pipelines": make_plan(
-        "1f1b", [Pipe(one_worker_each(1), 3), Pipe(((0,), (1, 2))), Pipe(one_worker_each(3), 4, (4, 3, 1))]
+        "1f1b",
+        "1x3: 6@0 / 1x8: 3@1 | 3@2;3 / 1x4: 2@4 | 2@5 | 2@6",
+        (None, None, None, 4, 3, 1),
     ),
-    "two interleaved": make_plan("interleaved_1f1b", [Pipe(loop(3, 2), 6), Pipe(loop(2, 3), 4)]),
-    "two of zero bubble": make_plan("zero_bubble", [Pipe(v_shape(3)), Pipe(one_worker_each(2), 5)]),
-    "two libraries": make_plan("1f1b", [Pipe(one_worker_each(4))], ("A100-80G", "A100-80G", "MI300X")),
+    "two interleaved": make_plan("interleaved_1f1b", f"1x6: {LOOP} / 1x4: 1@3 | 1@4 | 1@3 | 1@4 | 1@3 | 1@4"),
+    "two of zero bubble": make_plan("zero_bubble", f"1x8: {V} / 1x5: {PAIR}"),
 }
+_kinds = ("A100-80G", "A100-80G", "MI300X", "A100-80G")
+PLANS["two libraries"] = replace(
+    PLANS["1f1b"],
+    ranks=tuple(replace(rank, type=kind) for rank, kind in zip(PLANS["1f1b"].ranks, _kinds, strict=True)),
+)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -292,8 +262,19 @@ def test_no_plan_deadlocks_on_cards(name: str) -> None:
         assert deadlock is None, f"{queues} queues, synchronise {synchronise}: {deadlock}"
     expected = gradients_of_one_process(plan)
     for rank in ranks:
+        most = peak_in_flight(rank.program)
+        assert rank.most_kept <= most and (rank.most_kept == most or plan.schedule == "zero_bubble")
         for layer, gradient in rank.gradients.items():
             assert float(gradient) == pytest.approx(expected[layer], rel=1e-12)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    def evaluate(_: Schedule, workers: Workers) -> Schedule:
+        return forward_only(workers=workers, num_micro_batches=16)
+
+    _, ranks = run(PLANS["1f1b"], change=evaluate)
+    assert max(rank.most_kept for rank in ranks) <= 1
+    assert not any(bool(gradient) for rank in ranks for gradient in rank.gradients.values())
 
 
 @pytest.mark.parametrize("name", ["1f1b", "1f1b on two", "zero bubble", "V", "interleaved 0 1 0", "deep"])
@@ -324,7 +305,9 @@ def test_sent_gradients_are_let_go(num_stages: int, polls: bool) -> None:
     """What the planner counts: the micro-batches in flight, and one message that is being sent. A host that
     runs ahead sees no message arrive, and learns it from later ones; at the end of a step no more come, but
     each gradient that it then keeps takes the place of a micro-batch that has left."""
-    plan = make_plan("1f1b", [Pipe(one_worker_each(num_stages), num_stages + 3)])
+    ends = [LAYERS * s // num_stages for s in range(num_stages + 1)]
+    stages = (f"{after - before}@{s}" for s, (before, after) in enumerate(itertools.pairwise(ends)))
+    plan = make_plan("1f1b", f"1x{num_stages + 3}: {' | '.join(stages)}")
     _, ranks = run(plan, polls=polls)
     for rank in ranks:
         assert rank.most_held <= peak_in_flight(rank.program) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 
 from tests.parallel.test_grid import run_of
 from tests.support.models import VARIANTS, tiny_model
-from tests.support.project import parse_plan
+from tests.support.project import parse_plan, stage_text
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.shard import Shard, part_of
@@ -46,7 +47,7 @@ NUM_LAYERS = 3
 
 def draw_plan(model: ModelConfig, draw: random.Random) -> Plan:
     """A plan of up to three unlike pipelines of up to three stages, widths and replicas as they come."""
-    rank, pipelines = 0, list[PipelinePlan]()
+    rank, texts, experts = 0, list[str](), list[tuple[int, int] | None]()
     sizes = [] if model.num_experts else model.spec.tensor_sizes(model).values()
     widths = [w for w in (1, 2, 4) if all(size % w == 0 for size in sizes)]
     widths = [1, 2] if model.num_experts else widths
@@ -55,33 +56,17 @@ def draw_plan(model: ModelConfig, draw: random.Random) -> Plan:
         cuts = sorted(
             draw.sample(halves if draw.random() < 0.3 else range(1, model.num_layers), draw.choice((0, 1, 2)))
         )
-        borders = [0, *cuts, model.num_layers]
-        stages = list[StagePlan]()
-        for s, (first, last) in enumerate(zip(borders, borders[1:], strict=False)):
+        stages = list[str]()
+        for first, last in itertools.pairwise([0, *cuts, model.num_layers]):
             width, replicas = draw.choice(widths), draw.choice((1, 1, 2))
-            experts = None
-            if model.num_experts and width > 1 and draw.random() < 0.5:
-                few = draw.randrange(model.num_experts + 1)
-                experts = (few, model.num_experts - few)
-            ranks = list(range(rank, rank + width * replicas))
+            divides = model.num_experts and width > 1 and draw.random() < 0.5
+            few = draw.randrange(model.num_experts + 1) if divides else 0
+            experts.append((few, model.num_experts - few) if divides else None)
+            stages.append(stage_text(last - first, rank, width, replicas))
             rank += width * replicas
-            stages.append(
-                StagePlan(
-                    replicas=tuple(tuple(ranks[i * width : (i + 1) * width]) for i in range(replicas)),
-                    layers=(first, last),
-                    embedding=s == 0,
-                    head=s == len(borders) - 2,
-                    experts=experts,
-                )
-            )
-        pipelines.append(PipelinePlan(micro_batch_size=1, num_micro_batches=2, stages=tuple(stages)))
-    plan = Plan(
-        model=model,
-        sequence_length=8,
-        global_batch_size=sum(p.num_sequences for p in pipelines),
-        ranks=tuple(RankPlan(rank=r, device=f"node-{r // 4}/{r % 4}", type="T4") for r in range(rank)),
-        pipelines=tuple(pipelines),
-    )
+        texts.append("1x2: " + " | ".join(stages))
+    plan = parse_plan(run_of(model.num_layers, 2 * len(texts)), " / ".join(texts), experts=experts)
+    plan = replace(plan, model=model)
     assert not list(validate_plan(plan))
     return plan
 

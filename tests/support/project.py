@@ -196,6 +196,12 @@ def parse_plan(
     )
 
 
+def stage_text(layers: float, first: int, width: int, count: int) -> str:
+    """A stage in that form: so many replicas of `width` ranks, which are numbered from `first` on."""
+    groups = (range(first + width * i, first + width * (i + 1)) for i in range(count))
+    return f"{layers}@" + ";".join(",".join(map(str, group)) for group in groups)
+
+
 def _recompute(words: Sequence[str]) -> dict[str, Any]:
     kind, _, count = words[0].partition(":")
     return {"recompute": kind, "recompute_layers": int(count) if count else None}

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.parallel.test_grid import run_of
 from tests.support.fake_card import FakeCard
-from tests.support.project import MODEL, make_plan, on_devices, run_config, with_forecast
+from tests.support.project import make_plan, on_devices, parse_plan, run_config, with_forecast
 from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.model import LoraConfig, ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, copied_bytes, snapshot_bytes
+from yuan_train.config.model import LoraConfig
+from yuan_train.config.plan import Plan, RankPlan, copied_bytes, snapshot_bytes
 from yuan_train.config.run import HostCopies
 from yuan_train.parallel.device import CardFacts, CardMemory
 from yuan_train.train import cards
@@ -246,14 +247,8 @@ def test_what_the_cards_of_all_ranks_have_in_common() -> None:
 
 def forecast_plan() -> Plan:
     """Two virtual stages of rank 0, of 10 GiB each beside 1 GiB that is reserved, and one of rank 1."""
-    stages = tuple(StagePlan(replicas=((rank,),), layers=(s, s + 1)) for s, rank in enumerate((0, 1, 0)))
-    plan = Plan(
-        model=replace(ModelConfig(**MODEL), num_layers=3),
-        sequence_length=8,
-        global_batch_size=1,
-        ranks=tuple(RankPlan(rank=rank, device=f"a/{rank}", type="RTX-4090") for rank in range(2)),
-        pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=stages),),
-    )
+    plan = on_devices(parse_plan(run_of(3, 1), "1x1: 1@0 | 1@1 | 1@0"), "a/0", "a/1")
+    plan = replace(plan, ranks=tuple(replace(rank, type="RTX-4090") for rank in plan.ranks))
     memory = {"parameters": 10.0 * GIB, "reserved": GIB}
     return with_forecast(plan, memory=memory, host_bytes=3.0 * GIB)
 
