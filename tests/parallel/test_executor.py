@@ -1,4 +1,4 @@
-"""The executor in one process, with an in-memory bridge: gradients, and memory by in-flight depth."""
+"""What the executor counts as compute, and the pace of simulated cards. Its steps: see test_streams.py."""
 
 from __future__ import annotations
 
@@ -14,61 +14,20 @@ from yuan_train.config.devices import Simulated
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import WARM_UP_PIECES, Executor, Stopwatch
 from yuan_train.parallel.tiers.slab import begin_copy, make_link
-from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import forward_only, make_schedule
-from yuan_train.schedule.step import Step, one_worker_each
-
-
-class Mailbox:
-    """Messages between stages that take turns in one process."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[str, int, int], torch.Tensor] = {}
-        self.most_held = 0
-
-    def put(self, kind: str, stage: int, micro_batch: int, tensor: torch.Tensor) -> None:
-        self.held[kind, stage, micro_batch] = tensor
-        self.most_held = max(self.most_held, len(self.held))
-
-
-class MemoryBridge:
-    """A bridge whose messages arrive at once, through a mailbox."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.mailbox = mailbox
-
-    def post(self, step: Step) -> None:
-        pass
-
-    def take(self, step: Step) -> torch.Tensor:
-        return self.mailbox.held.pop((step.kind.removeprefix("receive_"), step.stage, step.micro_batch))
-
-    def send(self, step: Step, tensor: torch.Tensor) -> None:
-        peer = step.stage + (1 if step.kind == "send_activation" else -1)
-        self.mailbox.put(step.kind.removeprefix("send_"), peer, step.micro_batch, tensor.detach().clone())
-
-    def drain(self) -> None:
-        pass
+from yuan_train.schedule.step import one_worker_each
 
 
 class Scale:
-    """A stage that multiplies by a weight; the last stage also sums its output to a loss."""
+    """The only stage, which multiplies by a weight and sums to a loss."""
 
-    def __init__(self, weight: float, *, first: bool, last: bool) -> None:
-        self.weight = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
-        self.first, self.last = first, last
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
 
     def load(self, micro_batch: int) -> None:
         pass
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
-        x = (
-            torch.full((1, 1, 2), micro_batch + 1.0, dtype=torch.float64)
-            if hidden_BSH is None
-            else hidden_BSH
-        )
-        output = x * self.weight
-        return output.sum() if self.last else output
+        return (torch.ones((1, 1, 2), dtype=torch.float64) * self.weight).sum()
 
     def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
         assert not split
@@ -76,93 +35,6 @@ class Scale:
 
     def backward_weight(self, micro_batch: int) -> None:
         raise AssertionError
-
-
-class Stepper:
-    """Runs the rank programs of all stages in turns, each step when its message has arrived."""
-
-    def __init__(
-        self,
-        schedule: str,
-        num_micro_batches: int,
-        weights: list[float],
-        in_flight: tuple[int, ...] | None = None,
-    ) -> None:
-        num_stages = len(weights)
-        self.schedule = (
-            forward_only(workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches)
-            if schedule == "forward_only"
-            else make_schedule(
-                schedule,
-                workers=one_worker_each(num_stages),
-                num_micro_batches=num_micro_batches,
-                in_flight=in_flight,
-            )
-        )
-        self.works = [Scale(w, first=s == 0, last=s == num_stages - 1) for s, w in enumerate(weights)]
-        self.mailbox = Mailbox()
-        self.executors = [
-            Executor({s: work}, MemoryBridge(self.mailbox), Stopwatch(CPU))  # pyright: ignore
-            for s, work in enumerate(self.works)
-        ]
-        self.most_kept = [0] * num_stages
-
-    def run(self) -> None:
-        programs = [self.executors[s].steps(program) for s, program in enumerate(self.schedule)]
-        pending = [next(program, None) for program in programs]
-        while any(step is not None for step in pending):
-            moved = False
-            for s, step in enumerate(pending):
-                if step is not None and self._ready(step):
-                    pending[s] = next(programs[s], None)
-                    self.most_kept[s] = max(
-                        self.most_kept[s],
-                        len(self.executors[s]._kept),  # pyright: ignore[reportPrivateUsage]
-                    )
-                    moved = True
-            assert moved, "deadlock"
-
-    def _ready(self, step: Step) -> bool:
-        last = len(self.schedule) - 1
-        if step.kind == "forward" and step.stage > 0:
-            return ("activation", step.stage, step.micro_batch) in self.mailbox.held
-        if step.kind == "backward" and step.stage < last:
-            return ("gradient", step.stage, step.micro_batch) in self.mailbox.held
-        return True
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 7])
-def test_gradients_equal_those_of_the_whole_model(schedule: str, num_micro_batches: int) -> None:
-    stepper = Stepper(schedule, num_micro_batches, [2.0, 3.0, 5.0])
-    stepper.run()
-    # loss = sum over m of 2 (m + 1) w0 w1 w2
-    total = 2 * sum(range(1, num_micro_batches + 1))
-    gradients = [float(work.weight.grad) for work in stepper.works]  # pyright: ignore
-    assert gradients == [total * 15.0, total * 10.0, total * 6.0]
-
-
-def test_kept_outputs_follow_the_schedule_and_not_the_number_of_micro_batches() -> None:
-    for num_micro_batches in (8, 64):
-        stepper = Stepper("1f1b", num_micro_batches, [1.0, 1.0, 1.0])
-        stepper.run()
-        assert stepper.most_kept == [peak_in_flight(program) for program in stepper.schedule] == [3, 2, 1]
-        assert not stepper.mailbox.held and stepper.mailbox.most_held <= 3
-
-
-@pytest.mark.parametrize("in_flight", [(3, 2, 1), (5, 4, 1), (7, 3, 3), (2, 1, 1)])
-def test_memory_follows_the_in_flight_depth_of_the_plan(in_flight: tuple[int, ...]) -> None:
-    stepper = Stepper("1f1b", 16, [1.0, 1.0, 1.0], in_flight)
-    stepper.run()
-    assert tuple(stepper.most_kept) == in_flight
-    assert not stepper.mailbox.held
-
-
-def test_evaluation_keeps_nothing() -> None:
-    stepper = Stepper("forward_only", 16, [1.0, 1.0, 1.0])
-    stepper.run()
-    assert max(stepper.most_kept) <= 1
-    assert all(work.weight.grad is None for work in stepper.works)
 
 
 class Clock:
@@ -279,7 +151,7 @@ def test_forwards_and_backwards_have_paces_of_their_own(monkeypatch: pytest.Monk
     watch = Stopwatch(CPU, simulated=Simulated(4.0))
     training = make_schedule("1f1b", workers=one_worker_each(1), num_micro_batches=WARM_UP_PIECES)[0]
     evaluation = forward_only(workers=one_worker_each(1), num_micro_batches=WARM_UP_PIECES)[0]
-    executor = Executor({0: Timed(1.0, first=True, last=True)}, None, watch)
+    executor = Executor({0: Timed()}, None, watch)
     found: list[float] = []
     for program in (training, training, evaluation, training, evaluation):
         executor.run(program)
@@ -302,7 +174,7 @@ def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
     watch = Stopwatch(CPU)
     (program,) = forward_only(workers=one_worker_each(1), num_micro_batches=3)
-    Executor({0: Timed(1.0, first=True, last=True)}, None, watch).run(program)
+    Executor({0: Timed()}, None, watch).run(program)
     assert watch.read() == 3.0
 
 
