@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.by_hand import unit
+from tests.planner.by_hand import pipeline, plan_on, unit
 from tests.support.models import tiny_model
+from tests.support.project import with_stages
 from yuan_train.config.cluster import Card, Cluster, DedicatedLink, Link, NodeGroup
 from yuan_train.config.devices import CATALOGUE, GIB, DeviceType
 from yuan_train.config.errors import ConfigError
@@ -23,7 +24,7 @@ from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRow
 from yuan_train.planner.evaluate.flows import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
-from yuan_train.planner.search.shapes import PipelineCut, Shape, assemble_plan, make_plan
+from yuan_train.planner.search.shapes import Shape, make_plan
 from yuan_train.schedule.check import peak_in_flight
 from yuan_train.schedule.schedules import in_flight, make_schedule
 from yuan_train.schedule.step import one_worker_each
@@ -58,15 +59,6 @@ def problem(**changes):
         "precision": "fp32",
     }
     return PlanProblem(**(given | changes))
-
-
-def slot_of(card: Card):
-    """A slot of one pipeline with one replica of one card."""
-    return (((card,),),)
-
-
-def same_recompute(recompute: Recompute, num_stages: int) -> list[Recompute]:
-    return [recompute for _ in range(num_stages)]
 
 
 def one(seconds, output=10.0):
@@ -263,15 +255,9 @@ def test_in_flight_is_what_the_schedule_has(schedule, stages, m):
 
 def test_tied_embedding_counts_once_on_a_single_stage_and_twice_on_two():
     costs = make_costs(problem())
-    cards = CARDS["n-0/0"], CARDS["n-0/1"]
-    shape = Shape(
-        schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=(slot_of(cards[0]), slot_of(cards[1]))
-    )
-    alone = cost_plan(
-        costs, make_plan(costs, shape, order=[0], bounds=[0, 8], recompute=same_recompute("none", 1))
-    )
-    pair = cost_plan(
-        costs, make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=same_recompute("none", 2))
+    alone, pair = (
+        cost_plan(costs, plan_on(problem(), pipeline(8, stages)))
+        for stages in ([(((0,),), 6)], [(((0,),), 3), (((1,),), 3)])
     )
     embedding_bytes = 4 * MODEL.embedding_parameters
     total = sum(stage.memory.parameters for stage in pair.stages)
@@ -288,31 +274,23 @@ def test_owners_of_different_widths_hold_reduced_gradients_separately():
     costs = make_costs(problem())
     a, b, c = (CARDS[name] for name in ("n-0/0", "n-0/1", "n-1/0"))
 
-    def gradients(*groups):
-        cuts = [
-            PipelineCut(
-                micro_batch_size=1,
-                num_micro_batches=4,
-                stage_groups=(group,),
-                bounds=(0, 8),
-                recompute=("none",),
-            )
-            for group in groups
-        ]
-        cost = cost_plan(costs, assemble_plan(costs, cuts, schedule="1f1b", sharded=True))
+    def gradients(cards, *groups):
+        made = (pipeline(4, [((group,), 6)]) for group in groups)
+        cost = cost_plan(costs, plan_on(problem(), *made, cards=cards, optimizer_sharding=True))
         return [stage.memory.gradients for stage in cost.stages]
 
-    same = gradients(((a,),), ((c,),))
-    mixed = gradients(((a, b),), ((c,),))
+    same = gradients((a, c), (0,), (1,))
+    mixed = gradients((a, b, c), (0, 1), (2,))
     assert same == [4 * MODEL.parameters] * 2
     assert mixed[1] == pytest.approx(1.5 * same[1]), "half of the gradients is held again, in a copy"
 
 
 def test_ranks_are_numbered_node_by_node_over_the_cards_in_use():
     costs = make_costs(problem())
-    slots = tuple(slot_of(CARDS[name]) for name in ("x/0", "n-1/1", "n-0/0"))
+    slots = tuple((((CARDS[name],),),) for name in ("x/0", "n-1/1", "n-0/0"))
     shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=slots)
-    plan = make_plan(costs, shape, order=[0, 1, 2], bounds=[0, 2, 4, 8], recompute=same_recompute("none", 3))
+    same: list[Recompute] = ["none"] * 3
+    plan = make_plan(costs, shape, order=[0, 1, 2], bounds=[0, 2, 4, 8], recompute=same)
     assert [entry.device for entry in plan.ranks] == ["n-0/0", "n-1/1", "x/0"]
     assert [stage.ranks for stage in plan.pipelines[0].stages] == [(2,), (1,), (0,)]
     assert set(plan.device_types) == {"Card", "Slow"}
@@ -322,14 +300,11 @@ def test_ranks_are_numbered_node_by_node_over_the_cards_in_use():
 def test_only_the_first_layers_are_recomputed():
     """k layers run forward again and keep only their input; the others are as without recompute."""
     costs = make_costs(problem(profile=profile(entry(seconds=1.0, layers=6))))
-    slots = (slot_of(CARDS["n-0/0"]), slot_of(CARDS["n-0/1"]))
-    shape = Shape(schedule="1f1b", micro_batch_size=1, num_micro_batches=8, slots=slots)
-    plan = make_plan(costs, shape, order=[0, 1], bounds=[0, 4, 8], recompute=["full", "none"])
+    plan = plan_on(problem(), pipeline(8, [(((0,),), 3), (((1,),), 3)]))
     first, second = plan.pipelines[0].stages
     found = {}
     for count in (None, 1, 2, 3):
-        stage = replace(first, recompute_layers=count)
-        changed = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(stage, second)),))
+        changed = with_stages(plan, replace(first, recompute="full", recompute_layers=count), second)
         assert not list(validate_plan(changed))
         found[count] = cost_plan(costs, changed).stages[0]
     # Layer i takes 1 + i seconds forward and twice that back; the embedding a tenth of a second.
@@ -458,15 +433,9 @@ def test_estimates_follow_published_steps_of_large_models(layers, hidden, stages
     model = replace(MODEL, **sizes, **ends, ffn_hidden_size=hidden * 8 // 3 // 64 * 64, attention="plain")
     given = {"cluster": cluster, "model": model, "sequence_length": 2048, "precision": "bf16"}
     costs = make_costs(problem(**given, global_batch_size=batch))
-    groups = [((cluster.cards[8 * s : 8 * s + 8]),) for s in range(stages)]
-    cut = PipelineCut(
-        micro_batch_size=1,
-        num_micro_batches=batch,
-        stage_groups=tuple(groups),
-        bounds=(0, *(1 + layers * (s + 1) // stages for s in range(stages - 1)), layers + 2),
-        recompute=("full",) * stages,
-    )
-    found = cost_plan(costs, assemble_plan(costs, [cut], schedule="1f1b")).step_seconds
+    groups = [((tuple(range(8 * s, 8 * s + 8)),), layers // stages) for s in range(stages)]
+    plan = plan_on(costs.problem, pipeline(batch, groups, recompute="full"))
+    found = cost_plan(costs, plan).step_seconds
     assert 0.98 * seconds < found < most * seconds
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.by_hand import pipeline, plan_on
 from tests.planner.costs.test_costs import CARD, MODEL, problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup, load_cluster
 from yuan_train.config.errors import ConfigError
@@ -25,7 +26,6 @@ from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.costs.topology import find_route, make_topology, unmeasured
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search_result import notes_of
-from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 
 RATE = 1.25e6
 """Bytes per second of a NIC."""
@@ -52,20 +52,17 @@ def costs_of(cluster, **changes):
 
 def plan_of(costs, *stages, sharded=False):
     """Equal pipelines; each stage is a list of the replica of each pipeline, of equal layers."""
-    num_layers, count = costs.problem.model.num_layers, len(stages)
-    bounds = [0, *(1 + num_layers * (s + 1) // count for s in range(count))]
-    bounds[-1] += 1
-    cuts = [
-        PipelineCut(
-            micro_batch_size=1,
-            num_micro_batches=costs.problem.global_batch_size // len(stages[0]),
-            stage_groups=tuple((stage[p],) for stage in stages),
-            bounds=tuple(bounds),
-            recompute=("none",) * count,
+    given = costs.problem
+    used = [card for card in given.cluster.cards if any(card in replica for own in stages for replica in own)]
+    layers = given.model.num_layers // len(stages)
+    made = (
+        pipeline(
+            given.global_batch_size // len(replicas),
+            [((tuple(map(used.index, replica)),), layers) for replica in replicas],
         )
-        for p in range(len(stages[0]))
-    ]
-    return replace(assemble_plan(costs, cuts, schedule="1f1b"), optimizer_sharding=sharded)
+        for replicas in zip(*stages, strict=True)
+    )
+    return plan_on(given, *made, cards=used, optimizer_sharding=sharded)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -144,11 +144,6 @@ def test_a_worker_sends_itself_nothing():
     assert sum(result.busy_seconds) == 12
 
 
-def test_workers_are_numbered_where_they_first_appear():
-    plan = plan_of((8, [(((r,),), 2) for r in (0, 1, 0, 1)]), schedule="interleaved_1f1b")
-    assert plan.pipelines[0].workers == ((0,), (1,), (0,), (1,))
-
-
 @pytest.mark.parametrize("text", ["Ettt|tt|ttL", "E|ttttttt|L", "Et*4,|t*3L", "Et*7L"])
 def test_layouts_are_read_back(text):
     counts = read_layout(text, num_layers=7)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.by_hand import pipeline, pipeline_of, plan_on, unit
+from tests.planner.by_hand import pipeline_of, plan_on, unit
 from tests.planner.drafts import draft_of, price_of
 from tests.planner.search.test_expert_groups import MODEL as EXPERTS
 from tests.planner.search.test_offload import of_short_cards
@@ -263,29 +263,6 @@ def test_the_core_prices_a_step_as_it_is_defined(seed: int) -> None:
     assert check_drawn(draw, replace(random_problem(draw), critic=seed % 4 == 0)) >= 5
 
 
-def test_stages_of_one_worker_share_its_card() -> None:
-    problem = replace(random_problem(random.Random(3)), global_batch_size=24)
-    tables = make_tables(make_costs(problem), SIZES, WIDTHS)
-    assert tables is not None
-    layers = problem.model.num_layers
-    borders = list(itertools.pairwise(layers * i // 4 for i in range(5)))
-
-    def priced(cards: tuple[int, ...]):
-        stages = [(((card,),), end - start) for card, (start, end) in zip(cards, borders, strict=True)]
-        plan = _numbered(problem, [pipeline(24, stages)], "interleaved_1f1b", False)
-        check(tables.costs, tables, plan)
-        draft = draft_of(tables, plan)
-        assert draft is not None
-        assert plan_of(tables, draft).pipelines == plan.pipelines
-        found = price_of(tables, draft)
-        assert found is not None
-        return [stage.memory for stage in found.stages[: draft.num_stages]]
-
-    looped, straight = priced((0, 1, 0, 1)), priced((0, 0, 1, 1))
-    assert looped[0] == looped[2] != looped[1] == looped[3]
-    assert straight[0] == straight[1] and straight != looped
-
-
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_profiles_and_other_libraries_are_priced_as_defined(seed: int) -> None:
     draw = random.Random(seed)
@@ -317,25 +294,6 @@ def test_adapters_are_priced_as_defined(seed: int) -> None:
         )
 
     assert check_drawn(draw, problem, here) >= 5
-
-
-def test_a_price_depends_on_every_layer_and_card() -> None:
-    draw = random.Random(3)
-    problem = random_problem(draw)
-    tables = make_tables(make_costs(problem), SIZES, WIDTHS)
-    assert tables is not None
-    cards = len(problem.cluster.cards)
-    assert cards > 1
-
-    def price(first: int) -> float:
-        stages = [(((0,),), first), (((1,),), problem.model.num_layers - first)]
-        draft = draft_of(tables, _numbered(problem, [pipeline(24, stages)], "1f1b", False))
-        assert draft is not None
-        found = price_of(tables, draft)
-        assert found is not None
-        return found.step
-
-    assert len({price(first) for first in range(1, problem.model.num_layers)}) > 1
 
 
 def search(tables: Tables, *, budget: int = 3_000, schedules: int = 0b1001, hosts: int = 1, given=()):
