@@ -1,4 +1,7 @@
-"""A bit that flips in a weight, a gradient or a message: found by the check, and not without it."""
+"""A bit that flips in a weight, a gradient or a message: found by the check, and not without it.
+
+Ranks that hold the same weights compare their bits; one that differs is named.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
 from yuan_train.train.step import Trainer
 
-MATRIX = "layers.0.feed_forward.up.weight"
+MATRIX, NORM = "layers.0.feed_forward.up.weight", "layers.2.attention_norm.weight"
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -38,10 +41,14 @@ class Flip:
     text: str
     said: str
     precision: str = "fp32"
+    weight: str = MATRIX
+    sharded: bool = False
+    more: tuple[str, ...] = ()
     port: int = field(default_factory=free_port)
 
 
 ROW, WIDE, ALIKE = "1x8: 3@0 | 3@1", "1x8: 3@0 | 3@1,2", "1x4: 6@0 / 1x4: 6@1"
+THREE, UNLIKE = "1x3: 6@0 / 1x3: 6@1 / 1x2: 6@2", "1x4: 6@0,1 / 1x4: 6@2"
 MESSAGE = "the message of its receive {} of micro-batch 0 on stage {} has other bits than rank {} sent"
 TWICE = f"micro-batch 0 on stage 0, computed twice, has other bits in the gradient of {MATRIX}"
 FLIPS = [
@@ -50,7 +57,16 @@ FLIPS = [
     Flip("to a group", "message", 1, WIDE, "stage 1) on card/2: " + MESSAGE.format("activation", 1, 0)),
     Flip("gradient", "gradient", 0, ROW, f"rank 0 (pipeline 0, stage 0) on card/0: {TWICE}"),
     Flip("an owner's", "gradient", 1, ALIKE, f"rank 1 (pipeline 1, stage 0) on card/1: {TWICE}", "bf16"),
-    Flip("weight", "weight", 1, ALIKE, f"ranks 0, 1 have unlike weights: {MATRIX}"),
+    Flip("of two both", "weight", 1, ALIKE, f"ranks 0, 1 have unlike weights: {NORM}", weight=NORM),
+    Flip("the odd one of three", "weight", 1, THREE, "rank 1 (pipeline 1, stage 0) on ", "bf16"),
+    Flip(
+        *("sharded", "weight", 2, UNLIKE, f"ranks 0, 2 have unlike weights: {MATRIX}", "bf16"), sharded=True
+    ),
+    Flip(
+        *("in a group", "weight", 1, "1x8: 6@0,1", f"ranks 0, 1 have unlike weights: {NORM}", "bf16"),
+        weight=NORM,
+    ),
+    Flip("frozen", "weight", 2, THREE, "rank 2 (pipeline 2", "bf16", more=("model.lora={rank: 4}",)),
 ]
 
 
@@ -59,7 +75,7 @@ def flip_lowest_bit(tensor: torch.Tensor) -> None:
 
 
 @contextmanager
-def flipping(what: str, weight: str = MATRIX) -> Iterator[None]:
+def flipping(what: str, weight: str) -> Iterator[None]:
     """Inside, the second step meets a flipped bit, once; a weight has it after the step."""
     number, is_due = iter(range(1, 100)), [False]
     step, take, splitting = Trainer.step, transport.PendingReceive.take, DeferredWeightGrads.splitting  # pyright: ignore
@@ -88,7 +104,7 @@ def flipping(what: str, weight: str = MATRIX) -> Iterator[None]:
             yield
         if is_due[0] and what == "gradient":
             is_due[0] = False
-            flip_lowest_bit(dict(trainers[0].runtime.parts[0].named_parameters())[MATRIX].main_gradient)  # pyright: ignore
+            flip_lowest_bit(dict(trainers[0].runtime.parts[0].named_parameters())[weight].main_gradient)  # pyright: ignore
 
     with (
         patch.object(Trainer, "step", stepping),
@@ -98,16 +114,19 @@ def flipping(what: str, weight: str = MATRIX) -> Iterator[None]:
         yield
 
 
+def run_of(run_file: Path, flip: Flip, every: int) -> RunConfig:
+    words = "train.steps=3", "validation.every=0", f"train.check_every={every}"
+    return run_config(run_file, *words, f"train.precision={flip.precision}", *flip.more)
+
+
 def _run_all(
     rank: int, run_file: Path, folder: Path, flips: list[Flip], plans: list[Plan], every: int
 ) -> None:
     for flip, plan in zip(flips, plans, strict=True):
-        if rank >= plan.world_size:
-            continue
-        words = "train.steps=3", "validation.every=0", f"train.check_every={every}"
-        run = run_config(run_file, *words, f"train.precision={flip.precision}")
-        with flipping(flip.what if rank == flip.rank else ""):
-            train_and_tell(rank, plan, run, folder / flip.name / str(rank), flip.port + every)
+        if rank < plan.world_size:
+            run = run_of(run_file, flip, every)
+            with flipping(flip.what if rank == flip.rank else "", flip.weight):
+                train_and_tell(rank, plan, run, folder / flip.name / str(rank), flip.port + every)
 
 
 def train_and_tell(rank: int, plan: Plan, run: RunConfig, target: Path, port: int) -> None:
@@ -124,7 +143,11 @@ def train_and_tell(rank: int, plan: Plan, run: RunConfig, target: Path, port: in
 @pytest.mark.parametrize("every", [2, 0])
 def test_a_flipped_bit_is_found_where_it_is_looked_for(run_file: Path, tmp_path: Path, every: int) -> None:
     flips = FLIPS if every else [FLIPS[i] for i in (0, 3, 5)]
-    plans = [parse_plan(run_config(run_file), flip.text) for flip in flips]
+    runs = [run_of(run_file, flip, every) for flip in flips]
+    plans = [
+        parse_plan(run, flip.text, optimizer_sharding=flip.sharded)
+        for run, flip in zip(runs, flips, strict=True)
+    ]
     spawn(_run_all, 3, run_file, tmp_path, flips, plans, every)
     for flip, plan in zip(flips, plans, strict=True):
         texts = [(tmp_path / flip.name / str(rank)).read_text() for rank in range(plan.world_size)]
@@ -134,6 +157,9 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for(run_file: Path, tmp_path:
         for text in texts:
             assert text.startswith("after step 2: ") and flip.said in text, (flip.name, text)
             assert "(last after the start); no checkpoint is saved yet" in text
+            other = {MATRIX: NORM, NORM: MATRIX}[flip.weight]
+            assert other not in text, "no other parameter is blamed"
+            assert "ranks 0, 2" in text or flip.name != "the odd one of three"
 
 
 QUIET = {
@@ -141,6 +167,7 @@ QUIET = {
     "wide": (WIDE, {}, ("train.precision=bf16",)),
     "gpipe": (ROW, {"schedule": "gpipe"}, ()),
     "zero bubble": (ROW, {"schedule": "zero_bubble"}, ()),
+    "sharded": (UNLIKE, {"optimizer_sharding": True}, ("train.precision=bf16",)),
     "one micro-batch": ("4x1: 6@0 / 4x1: 6@1", {}, ()),
     # Balanced by what each expert was given, which must not be counted twice.
     "experts": (
