@@ -63,6 +63,12 @@ SHARED = [
 """Models that a group of two can share: those without experts."""
 
 
+def two_layers(model: ModelConfig, recompute: Any = "none") -> Transformer:
+    part = Transformer(model, layers=(0, 2), embedding=False, head=False, recompute=recompute)
+    init_weights(part, seed=0)
+    return part
+
+
 @pytest.mark.parametrize("variant", SHARED)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
@@ -71,10 +77,7 @@ def test_a_layer_makes_the_all_reduces_that_the_planner_prices(
     counter = Reduced()
     monkeypatch.setattr(tensor, "_all_reduce", counter)
     model = tiny_model(variant)
-    part = Transformer(model, layers=(0, 2), embedding=False, head=False, recompute=recompute)
-    init_weights(part, seed=0)
-    alone = Transformer(model, layers=(0, 2), embedding=False, head=False)
-    init_weights(alone, seed=0)
+    part, alone = two_layers(model, recompute), two_layers(model)
     apply_tensor_parallel(part, ShardSpec(*sharding_of(model)), group=None)  # pyright: ignore[reportArgumentType]
     layer = layer_cost(model, recompute)
     inputs = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0))
@@ -109,10 +112,7 @@ def test_a_layer_of_divided_tokens_makes_the_collectives_that_the_planner_prices
     monkeypatch.setattr(tensor, "_ALL_GATHER", copy("gather"))
     monkeypatch.setattr(tensor, "_REDUCE_SCATTER", copy("scatter"))
     model = tiny_model(variant)
-    part = Transformer(model, layers=(0, 2), embedding=False, head=False, recompute=recompute)
-    init_weights(part, seed=0)
-    alone = Transformer(model, layers=(0, 2), embedding=False, head=False)
-    init_weights(alone, seed=0)
+    part, alone = two_layers(model, recompute), two_layers(model)
     spec = ShardSpec(*sharding_of(model), splits_tokens=True)
     apply_tensor_parallel(part, spec, group=None)  # pyright: ignore[reportArgumentType]
     layer = layer_cost(model, recompute, TensorGroup(2, divides_tokens=True))
