@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.hf_decoders import write_llama
+from tests.support.serving import Quiet, answering
 from tests.support.spawn import start_command
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.cli.main import main
@@ -28,15 +27,12 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     (folder / "evil.py").write_text("raise SystemExit")
     fetched: list[str] = []
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Quiet):
         def do_HEAD(self) -> None:
             self._answer(body=False)
 
         def do_GET(self) -> None:
             self._answer(body=True)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
 
         def _answer(self, *, body: bool) -> None:
             path = self.path.partition("?")[0]
@@ -63,13 +59,8 @@ def hub(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
             if body:
                 self.wfile.write(content)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", fetched
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with answering(Hub) as url:
+        yield url, fetched
 
 
 def test_a_name_is_fetched(

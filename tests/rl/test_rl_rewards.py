@@ -8,12 +8,12 @@ import os
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.serving import Quiet, answering
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import OverlongConfig, RewardConfig, RewardFunction
 from yuan_train.rl.experience import Sample, Ticket, share_out
@@ -148,7 +148,7 @@ def test_what_a_function_may_do(tmp_path: Path) -> None:
             assert scores.error is not None and message in scores.error
 
 
-class _Scoring(BaseHTTPRequestHandler):
+class _Scoring(Quiet):
     """Scores an answer by its length; of some prompts it says something else."""
 
     def do_POST(self) -> None:
@@ -160,9 +160,6 @@ class _Scoring(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(told).encode())
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
 
 def test_a_server_scores() -> None:
     cases = {
@@ -171,12 +168,10 @@ def test_a_server_scores() -> None:
         "other": 'answered [1, 2]; wanted {"rewards": [...]}',
         "fails": "score raised HTTPError: HTTP Error 500",
     }
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Scoring) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/score"
-        with Scorers(RewardConfig(functions=(RewardFunction(url=url),), timeout=30.0)) as scorers:
+    with answering(_Scoring) as url:
+        config = RewardConfig(functions=(RewardFunction(url=f"{url}/score"),), timeout=30.0)
+        with Scorers(config) as scorers:
             found = scorers.score([[fields(prompt=p), fields(prompt=p, completion="")] for p in cases])
-        server.shutdown()
     assert found[0].of_answers == ((1.0,), (0.0,))
     for message, scores in list(zip(cases.values(), found, strict=True))[1:]:
         assert scores.error is not None and message is not None and message in scores.error

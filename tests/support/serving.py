@@ -1,12 +1,14 @@
-"""Checkpoints to be served, and servers of them on a free port."""
+"""Checkpoints to be served, and servers of them on a free port; servers of the tests' own."""
 
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +22,27 @@ from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.models.transformer import Transformer, init_weights
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """Answers requests, and logs none."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def answering(handler: type[Quiet]) -> Iterator[str]:
+    """The address of a server in a thread of this process."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
 
 START_SECONDS = 90
 NAME = "tiny"
