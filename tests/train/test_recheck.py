@@ -163,7 +163,6 @@ def test_a_flipped_bit_is_found_where_it_is_looked_for(run_file: Path, tmp_path:
 
 
 QUIET = {
-    "a row": (ROW, {}, ()),
     "wide": (WIDE, {}, ("train.precision=bf16",)),
     "gpipe": (ROW, {"schedule": "gpipe"}, ()),
     "zero bubble": (ROW, {"schedule": "zero_bubble"}, ()),
