@@ -106,12 +106,14 @@ def test_turns_are_the_same_under_any_plan(tmp_path: Path) -> None:
     run = policy_run(load_rl(path, overrides), sequence_length=32)
     plan = parse_plan(run, "2x3: 1@0 | 3@1,2 / 2x1: 4@3", schedule="zero_bubble", optimizer_sharding=True)
     alone = run_rl(RLCase(path, tmp_path / "alone", overrides=overrides))
-    run_rl_cases([RLCase(path, tmp_path / "plan", plan, overrides)])
-    apart = {"sync": (0, ()), "flight": (1, ("generation.weights=in_flight", "train.steps=4"))}
+    apart = {"sync": (0, ()), "flight": (1, ("generation.weights=in_flight", "train.steps=3"))}
     run_rl_cases(
         [
-            RLCase(path, tmp_path / name, with_length(roles_of(path, staleness=age), 32), (*overrides, *more))
-            for name, (age, more) in apart.items()
+            RLCase(path, tmp_path / "plan", plan, overrides),
+            *(
+                RLCase(path, tmp_path / name, with_length(roles_of(path, staleness=age), 32), overrides + own)
+                for name, (age, own) in apart.items()
+            ),
         ]
     )
     for name in ("plan", "sync"):
@@ -122,9 +124,9 @@ def test_turns_are_the_same_under_any_plan(tmp_path: Path) -> None:
     assert all(line["turns"] > 1.5 and line["environment_tokens"] > 20 for line in alone)
     assert all(set(line["rewards"]) == {"told", "environment"} for line in alone)
     flight = read_lines(tmp_path / "flight")
-    assert len(flight) == 4 and max(line["staleness_max"] for line in flight) <= 1
+    assert len(flight) == 3 and max(line["staleness_max"] for line in flight) <= 1
     assert all(line["turns"] > 1.5 and line["groups_failed"] == 0 for line in flight)
-    assert [line["next_ticket"] for line in flight] == [2 * n for n in range(1, 5)]
+    assert [line["next_ticket"] for line in flight] == [2, 4, 6]
 
 
 def with_length(roles: Any, length: int) -> Any:
@@ -301,8 +303,7 @@ def test_replies_join_later_than_the_others_go_on(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_two_turns_are_learned_from_random_weights(tmp_path: Path, seed: int) -> None:
+def test_two_turns_are_learned_from_random_weights(tmp_path: Path) -> None:
     """Each turn has a reward of 1.2, and what the second one wants the environment alone knows."""
-    first, last = rl_tasks.learn("successor", seed, tmp_path, [])
+    first, last = rl_tasks.learn("successor", 0, tmp_path, [])
     assert first < 0.3 and last > 2.0

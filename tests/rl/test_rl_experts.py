@@ -39,20 +39,21 @@ def test_experts_draw_and_train_alike_under_any_plan(tmp_path: Path) -> None:
         "divided": parse_plan(run, "2x4: 1@0 | 3@1,2"),
     }
     alone = run_rl(RLCase(path, tmp_path / "alone", overrides=kl))
-    run_rl_cases([RLCase(path, tmp_path / name, plan, kl) for name, plan in plans.items()])
-    for name in plans:
-        check_same(tmp_path, name, alone)
     talk = changes(tmp_path)
-    talked = run_rl(RLCase(path, tmp_path / "alone", overrides=talk))
-    cases = {"sync": (0, ()), "flight": (1, ("generation.weights=in_flight", "train.steps=4"))}
+    apart = {"sync": (0, ()), "flight": (1, ("generation.weights=in_flight", "train.steps=3"))}
     run_rl_cases(
         [
-            RLCase(path, tmp_path / name, with_length(roles_of(path, staleness=age), 32), (*talk, *more))
-            for name, (age, more) in cases.items()
+            *(RLCase(path, tmp_path / name, plan, kl) for name, plan in plans.items()),
+            *(
+                RLCase(path, tmp_path / name, with_length(roles_of(path, staleness=age), 32), talk + more)
+                for name, (age, more) in apart.items()
+            ),
         ]
     )
-    check_same(tmp_path, "sync", talked)
-    assert len(read_lines(tmp_path / "flight")) == 4
+    for name in plans:
+        check_same(tmp_path, name, alone)
+    check_same(tmp_path, "sync", run_rl(RLCase(path, tmp_path / "alone", overrides=talk)))
+    assert len(read_lines(tmp_path / "flight")) == 3
 
 
 def check_same(folder: Path, name: str, alone: list[dict[str, Any]]) -> None:
