@@ -150,7 +150,7 @@ def test_without_root_it_says_so_and_stops(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run"])
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(run, "load_nodes", lambda path: SPECS)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert run.main() == 2
@@ -258,7 +258,7 @@ def test_profile_plan_and_train_on_unlike_nodes(
     )
     words = ["run", "--nodes", nodes, "--config", config, "--steps", "3", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", [*map(str, words), "--keep", str(tmp_path / "kept")])
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert run.main() == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert "| planned |" in said and "| even | fast 2, slow 2 |" in said

@@ -26,6 +26,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissin
 from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMissingImports]
 
 from yuan_train.config.model import ModelConfig
+from yuan_train.models.llama import hf
+from yuan_train.models.published import Publishing
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.objectives.advantages import dr_grpo, grpo
 from yuan_train.objectives.losses import (
@@ -125,56 +127,22 @@ def build_models(output: str) -> tuple[Transformer, Any]:
     theirs_config = published_config(config, pad_token_id=0, num_labels=1)
     kind: Any = LlamaForCausalLM if output == "vocabulary" else LlamaForSequenceClassification
     theirs = kind(theirs_config).to(torch.float64)
-    theirs.load_state_dict(published({k: v.detach().clone() for k, v in ours.named_parameters()}))
+    theirs.load_state_dict(published(config, {k: v.detach().clone() for k, v in ours.named_parameters()}))
     return ours, theirs.train()
 
 
 def published_config(config: ModelConfig, **more: Any) -> LlamaConfig:
     """Hugging Face's configuration of a Llama of ours."""
-    return LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.key_value_heads,
-        intermediate_size=config.ffn_hidden_size,
-        vocab_size=config.vocab_size,
-        rms_norm_eps=config.norm_epsilon,
-        rope_theta=config.rope_base,
-        tie_word_embeddings=False,
-        max_position_embeddings=config.max_sequence_length,
-        **more,
-    )
+    found = hf.published_config(config, Publishing(dtype="float32"))
+    return LlamaConfig(**found | more)
 
 
-def published(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def published(config: ModelConfig, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our tensors under Hugging Face's names of a Llama."""
-    ends = {
-        "embedding.weight": "model.embed_tokens.weight",
-        "final_norm.weight": "model.norm.weight",
-        "head.weight": "lm_head.weight",
-        "score.weight": "score.weight",
-    }
-    inside = {
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.out": "self_attn.o_proj",
-        "feed_forward.down": "mlp.down_proj",
-    }
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in named.items():
-        if name in ends:
-            found[ends[name]] = tensor.unsqueeze(0) if name == "score.weight" else tensor
-            continue
-        _, layer, rest = name.split(".", 2)
-        prefix, module = f"model.layers.{layer}.", rest.removesuffix(".weight")
-        if module == "feed_forward.up":
-            gate, up = tensor.chunk(2)
-            found |= {f"{prefix}mlp.gate_proj.weight": gate, f"{prefix}mlp.up_proj.weight": up}
-        else:
-            found[f"{prefix}{inside[module]}.weight"] = tensor
+    found = {"score.weight": named["score.weight"].unsqueeze(0)} if "score.weight" in named else {}
+    for one in hf.published_layout(config):
+        if one.name in named:
+            found |= zip(one.parts, named[one.name].chunk(len(one.parts)), strict=True)
     return found
 
 
@@ -390,7 +358,7 @@ def compare(name: str, ours: Transformer, theirs: Any, our_loss: Any, their_loss
     here.backward()
     there.backward()
     expected = {k: p.grad for k, p in theirs.named_parameters() if p.grad is not None}
-    found = published({k: p.grad for k, p in ours.named_parameters() if p.grad is not None})
+    found = published(ours.config, {k: p.grad for k, p in ours.named_parameters() if p.grad is not None})
     assert set(found) == set(expected)
     gradient = max(float((found[k] - expected[k]).abs().max()) for k in found)
     largest = max(float(grad.abs().max()) for grad in expected.values())

@@ -3,7 +3,6 @@ import sys
 import tools.bench.engine
 import tools.bench.estimate
 import tools.bench.executor
-import tools.bench.experts
 import tools.bench.faults
 import tools.bench.generation
 import tools.bench.kernels

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -18,10 +17,11 @@ import torch.multiprocessing as mp
 from tests.support.project import make_plan
 from tests.support.spawn import as_rank, free_port
 from tools.bench.harness import Row, case
+from tools.bench.runs import make_run, wide_plan
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan, single_card_plan
-from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute, RunConfig, Source, TrainConfig
+from yuan_train.config.plan import Plan, StagePlan, single_card_plan
+from yuan_train.config.run import Recompute, RunConfig
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.initial import initial_rows
@@ -43,21 +43,6 @@ from yuan_train.train.build import DTYPES
 from yuan_train.train.job import Position, choose_device
 
 REPEATS = 5
-
-
-def make_run(*, batch: int = 1, **model: Any) -> RunConfig:
-    """A run of sequences of the model's greatest length."""
-    config = ModelConfig(name="bench", **model)
-    return RunConfig(
-        model=config,
-        data=DataConfig(
-            train=(Source(prefix="none"),),
-            sequence_length=config.max_sequence_length,
-            reset_position_ids=False,
-        ),
-        train=TrainConfig(steps=1, global_batch_size=batch),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-    )
 
 
 def make_parts(model: ModelConfig, *, compile: bool = False, **keys: Any) -> ModelParts:
@@ -86,8 +71,8 @@ def memory(hidden: int, tokens: int, stages: int, device: str, micro_batches: in
 
     Under 1F1B a stage keeps as many in flight as there are stages from it to the end. Two layers a stage.
     """
-    run = make_run(
-        batch=micro_batches,
+    model = ModelConfig(
+        name="bench",
         num_layers=2 * stages,
         hidden_size=hidden,
         num_attention_heads=8,
@@ -95,7 +80,7 @@ def memory(hidden: int, tokens: int, stages: int, device: str, micro_batches: in
         vocab_size=1024,
         max_sequence_length=tokens,
     )
-    plan = make_plan(run, [[2] * stages])
+    plan = make_plan(make_run(model, batch=micro_batches), [[2] * stages])
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_memory_rank, (plan, free_port(), device, results), stages)
     found = dict(results.get() for _ in range(stages))
@@ -177,7 +162,8 @@ def compiled(kind: str, hidden: int, layers: int, tokens: int, turns: int, devic
     per layer.
     """
     precision, recompute, *dropout = kind.split()
-    run = make_run(
+    model = ModelConfig(
+        name="bench",
         num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=hidden // 64,
@@ -187,7 +173,8 @@ def compiled(kind: str, hidden: int, layers: int, tokens: int, turns: int, devic
         hidden_dropout=0.1 if dropout else 0.0,
     )
     plain, fused = (
-        WholeModel(run, precision, cast(Recompute, recompute), device, compile=own) for own in (False, True)
+        WholeModel(make_run(model), precision, cast(Recompute, recompute), device, compile=own)
+        for own in (False, True)
     )
     torch.compiler.reset()
     plain.step()
@@ -250,34 +237,6 @@ class WholeModel:
 # --- weights between unlike plans --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """A plan's pipelines, of (layers, width) for each stage."""
-
-    pipelines: tuple[tuple[tuple[int, int], ...], ...]
-
-    def plan(self, model: ModelConfig) -> Plan:
-        """On nodes of eight cards."""
-        rank, made = 0, list[PipelinePlan]()
-        for stages in self.pipelines:
-            first, parts = 0, list[StagePlan]()
-            for layers, width in stages:
-                parts.append(
-                    StagePlan(
-                        replicas=(tuple(range(rank, rank + width)),),
-                        layers=(first, first + layers),
-                        embedding=first == 0,
-                        head=first + layers == model.num_layers,
-                    )
-                )
-                first, rank = first + layers, rank + width
-            made.append(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=tuple(parts)))
-        ranks = tuple(RankPlan(rank=r, device=f"node-{r // 8}/{r % 8}", type="A100-80G") for r in range(rank))
-        return Plan(
-            model=model, sequence_length=8, global_batch_size=len(made), ranks=ranks, pipelines=tuple(made)
-        )
-
-
 def _elements_of(targets: Holdings) -> int:
     """Of the targets' parts: no table that fills them moves fewer."""
     return sum(math.prod(shard.local_shape) for held in targets.values() for shard in held.values())
@@ -287,8 +246,8 @@ def _elements_of(targets: Holdings) -> int:
 def table_of_51b() -> Row:
     """Who sends what, 51B in bf16: 2 pipelines of 4 uneven stages of width 8, to 16 engines of width 4."""
     model = load_model("configs/model/yuan2-51b.yaml")
-    policy = Cuts((((11, 8), (11, 8), (10, 8), (10, 8)),) * 2).plan(model)
-    engines = Cuts((((42, 4),),) * 16).plan(model)
+    policy = wide_plan(make_run(model, batch=2), [[(11, 8), (11, 8), (10, 8), (10, 8)]] * 2)
+    engines = wide_plan(make_run(model, batch=16), [[(42, 4)]] * 16)
     began = time.process_time()
     sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=policy.world_size)
     table = transfer_table(sources, targets)
@@ -336,13 +295,12 @@ def transfer(ranks: int, layers: int, hidden: int) -> Row:
 
 def _transfer_rank(rank: int, num_ranks: int, model: ModelConfig, port: int, results: Any) -> None:
     """One process: move the weights in buckets, then box by box; the first puts the row into `results`."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    as_rank(rank, num_ranks, port)
     num_policy, most = max(num_ranks // 2, 1), model.num_layers * 2 // 3
-    cut = ((most, 1), (model.num_layers - most, 1)) if num_policy == 2 else ((model.num_layers, 1),)
-    policy = Cuts((cut,)).plan(model)
-    engines = Cuts((((model.num_layers, 1),),) * (num_ranks - num_policy)).plan(model)
+    cut = [most, model.num_layers - most] if num_policy == 2 else [model.num_layers]
+    policy = make_plan(make_run(model), [cut])
+    number = num_ranks - num_policy
+    engines = make_plan(make_run(model, batch=number), [[model.num_layers]] * number)
     roles = {"policy": range(num_policy), "generation": range(num_policy, num_ranks)}
     position = join_role(roles, startup_seconds=60)
     enter_role(position, device=CPU, timeout_seconds=60)

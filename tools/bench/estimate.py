@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-import yaml
 
+from tests.support.project import make_plan, read_metrics
 from tools.bench.harness import MISSED, Row, case
-from tools.testbed.run import with_random_data
+from tools.bench.runs import RETURN_FREED, make_run, write_run, yuan_train
 from yuan_train.cli import main as cli
 from yuan_train.config.devices import DeviceType, Precision
-from yuan_train.config.document import Document
-from yuan_train.config.load import build, dump, write_text
-from yuan_train.config.model import ModelConfig, validate_model
-from yuan_train.config.run import Recompute, load_run
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan_constraints import save_plan
+from yuan_train.config.run import Recompute
 from yuan_train.estimate.memory import PhaseBytes, Samples, yuan_memory
 from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.slots import fork, new_slots, step_slots
@@ -41,7 +39,6 @@ NOTHING = {
     "vocab_size": 64,
 }
 TIMEOUT_SECONDS = 1200
-RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +55,7 @@ class Job:
     @property
     def model(self) -> ModelConfig:
         """The sizes as a model."""
-        values = {"name": self.name, "max_sequence_length": 4096, **self.sizes}
-        return build(Document(self.name, values, {}), ModelConfig, validate=validate_model)
+        return ModelConfig(**{"name": self.name, "max_sequence_length": 4096, **self.sizes})
 
     @property
     def forecast(self) -> PhaseBytes:
@@ -141,23 +137,16 @@ def training_bytes(job: Job, *, keep: bool) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_file, plan_file = folder / "run.yaml", folder / "plan.yaml"
-        run_file.write_text(yaml.safe_dump(_run(job, folder)))
-        write_text(run_file, dump(with_random_data(load_run(run_file), folder)))
-        plan_file.write_text(yaml.safe_dump(_plan(job)))
-        entry = ["-m", "yuan_train"] if keep else ["-m", "tools.bench.estimate"]
-        command = [sys.executable, *entry, "train", "--config", str(run_file), "--plan", str(plan_file)]
-        ran = subprocess.run(
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | ({} if keep else RETURN_FREED),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
+        samples = job.samples
+        run = make_run(job.model, tokens=samples.length, batch=samples.group, precision=job.precision)
+        plan = make_plan(write_run(run_file, run), [[job.model.num_layers]], recompute=job.recompute)
+        save_plan(plan_file, replace(plan, device_types={"card": CPU}))
+        yuan_train(
+            *("train", "--config", run_file, "--plan", plan_file, f"log.directory={folder / 'log'}"),
+            entry="yuan_train" if keep else "tools.bench.estimate",
+            environment={} if keep else RETURN_FREED,
         )
-        if ran.returncode:
-            raise SystemExit(ran.stderr[-2000:])
-        lines = (folder / "log" / "metrics.jsonl").read_text().splitlines()
-        return json.loads(lines[-1])["peak_memory_bytes"][0]
+        return read_metrics(folder / "log")[-1]["peak_memory_bytes"][0]
 
 
 def train_in_use(arguments: list[str]) -> int:
@@ -166,55 +155,13 @@ def train_in_use(arguments: list[str]) -> int:
     return cli.main(arguments)
 
 
-def _run(job: Job, folder: Path) -> dict[str, object]:
-    return {
-        "model": {"name": job.name, "max_sequence_length": 4096, **job.sizes},
-        "data": {
-            "train": [{"prefix": "given below"}],
-            "sequence_length": job.samples.length,
-            "reset_position_ids": False,
-        },
-        "train": {
-            "steps": 1,
-            "global_batch_size": job.samples.group,
-            "precision": job.precision,
-            "device": "cpu",
-        },
-        "optimizer": {"learning_rate": 1e-4},
-        "log": {"every": 1, "directory": str(folder / "log")},
-    }
-
-
-def _plan(job: Job) -> dict[str, object]:
-    stage = {
-        "replicas": [[0]],
-        "layers": [0, job.model.num_layers],
-        "embedding": True,
-        "head": True,
-        "recompute": job.recompute,
-    }
-    group = job.samples.group
-    return {
-        "version": 1,
-        "model": yaml.safe_load(dump(job.model)),
-        "sequence_length": job.samples.length,
-        "global_batch_size": group,
-        "ranks": [{"rank": 0, "device": "n/0", "type": "CPU"}],
-        "device_types": {"CPU": yaml.safe_load(dump(CPU))},
-        "pipelines": [{"micro_batch_size": 1, "num_micro_batches": group, "stages": [stage]}],
-    }
-
-
 def generation_bytes(job: Job, *, keep: bool) -> int:
     """Growth of resident bytes of a process that makes a model and generates a group of answers."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=generate_alone, args=(job, results))
-    own = {} if keep else RETURN_FREED
-    os.environ.update(own)
-    process.start()
-    for name in own:
-        del os.environ[name]
+    with patch.dict(os.environ, {} if keep else RETURN_FREED):
+        process.start()
     grown = results.get(timeout=TIMEOUT_SECONDS)
     process.join()
     return grown

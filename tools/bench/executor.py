@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.support.spawn import free_port
+from tests.support.project import make_plan
+from tests.support.spawn import as_rank, free_port
 from tools.bench.harness import Row, case
+from tools.bench.runs import make_run
 from yuan_train.config.devices import Backend
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.parallel.apply import make_bridge, pipeline_schedule
 from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.device import CPU
@@ -56,30 +58,16 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """One layer per stage; the model only determines the size of the messages."""
-        count = self.num_stages
         model = ModelConfig(
             name="work",
-            num_layers=count,
+            num_layers=self.num_stages,
             hidden_size=HIDDEN_SIZE,
             num_attention_heads=1,
             ffn_hidden_size=HIDDEN_SIZE,
             vocab_size=128,
             max_sequence_length=SEQUENCE_LENGTH,
         )
-        stages = tuple(
-            StagePlan(replicas=((s,),), layers=(s, s + 1), embedding=s == 0, head=s == count - 1)
-            for s in range(count)
-        )
-        pipeline = PipelinePlan(micro_batch_size=1, num_micro_batches=self.num_micro_batches, stages=stages)
-        return Plan(
-            cluster="here",
-            model=model,
-            sequence_length=SEQUENCE_LENGTH,
-            global_batch_size=self.num_micro_batches,
-            schedule="1f1b",
-            ranks=tuple(RankPlan(rank=r, device=f"here/{r}", type="CPU") for r in range(count)),
-            pipelines=(pipeline,),
-        )
+        return make_plan(make_run(model, batch=self.num_micro_batches), [[1] * self.num_stages])
 
 
 class Work:
@@ -153,13 +141,7 @@ def _calibrate(matrix: torch.Tensor, seconds: float) -> int:
 
 def run_rank(rank: int, given: Pipeline, port: int, out: str) -> None:
     """Run one stage; rank 0 writes the seconds of messages and of every step to the file `out`."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(given.num_stages),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    as_rank(rank, given.num_stages, port)
     init_distributed(device=CPU, timeout_seconds=60)
     try:
         sends = _measure_sends(given)

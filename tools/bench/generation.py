@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from tools.bench.engine import make_parts, make_run
+from tools.bench.engine import make_parts
 from tools.bench.harness import Row, case
+from tools.bench.runs import make_run
 from yuan_train.checkpoint.hf import export_hf, weights_state
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.checkpoint.save import save_checkpoint
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import single_card_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.apply import RankRuntime, parallelize
@@ -40,10 +42,10 @@ SIZES: dict[str, dict[str, int]] = {
 )
 def beside_transformers(parameters: str, draws: str, new_tokens: int) -> Row:
     """The fastest of 25 turns of each, one after the other: tokens per processor second of 16 answers."""
-    size = {**SIZES[parameters], "num_attention_heads": 4, "num_key_value_heads": 2}
-    run = make_run(
-        **size, max_sequence_length=256, architecture="llama", attention="plain", tie_embeddings=False
-    )
+    size = SIZES[parameters]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    keys = {"architecture": "llama", "max_sequence_length": 256, "tie_embeddings": False}
+    run = make_run(ModelConfig(name="bench", **size, **heads, **keys))
     options = EngineOptions(torch.float32, trained=False)
     runtime = parallelize(single_card_plan(run), 0, make_parts(run.model), device=CPU, options=options)
     prompts = torch.randint(

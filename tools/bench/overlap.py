@@ -6,7 +6,6 @@ that both reduce all gradients.
 
 from __future__ import annotations
 
-import json
 import signal
 import statistics
 import sys
@@ -15,21 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tests.support.project import read_metrics
 from tools.bench.harness import Row, case
 from tools.testbed.nodes import Node, NodeSpec, Task, make_nodes, run_together
 from tools.testbed.run import (
     TRAIN_SECONDS,
     WARM_UP_STEPS,
     cluster_of,
-    make_problem,
     measure_profile,
     rank_environment,
     replay,
     warn_of_load,
     with_random_data,
 )
+from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import Cluster
-from yuan_train.config.document import Document
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
@@ -124,7 +123,7 @@ def measure(network: str, layers: int, slowdown: float, steps: int, rounds: int,
             run = _with_micro_batches(run, size)
             write_text(folder / "run.yaml", dump(run))
             profile = measure_profile(nodes, folder, number)
-            problem = make_problem(cluster, run, profile)
+            problem = problem_of(run, cluster, profile)
             halves = make_costs(replace(problem, bucket_size=run.model.layer_parameters // 2))
             whole = make_costs(replace(problem, bucket_size=ONE_BUCKET))
             plan = _plan(halves, run)
@@ -211,7 +210,7 @@ def _train(
     logs: list[Path] = []
     for rank, node in enumerate(nodes):
         log = folder / node.spec.name
-        logs.append(log / "metrics.jsonl")
+        logs.append(log)
         command = ["train", "--config", folder.parent / "run.yaml", f"train.steps={steps}", "log.every=1"]
         command += [f"log.directory={log}", f"optimizer.bucket_size={bucket_size}", "checkpoint.directory="]
         if alone_with is None:
@@ -226,13 +225,11 @@ def _train(
     print(folder.name, file=sys.stderr)
     run_together(tasks, folder, timeout_seconds=TRAIN_SECONDS)
     found = [
-        [_step(json.loads(line)) for line in log.read_text().splitlines()][WARM_UP_STEPS:]
+        [
+            Step(line["step_seconds"], tuple(line["stage_seconds"]))
+            for line in read_metrics(log)[WARM_UP_STEPS:]
+        ]
         for log in logs
-        if log.exists()
+        if (log / "metrics.jsonl").exists()
     ]
     return [max(steps, key=lambda step: step.seconds) for steps in zip(*found, strict=True)]
-
-
-def _step(line: Document) -> Step:
-    """Of a line of metrics."""
-    return Step(float(line["step_seconds"]), tuple(line["stage_seconds"]))  # pyright: ignore

@@ -16,23 +16,29 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.support.project import parse_plan, read_metrics
 from tests.support.spawn import free_port
 from tools.bench.harness import MISSED, Row, case
-from yuan_train.config.cluster import load_cluster
+from tools.bench.runs import RETURN_FREED, make_run, write_run, yuan_train
+from yuan_train.cli.plan import problem_of
+from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
+from yuan_train.config.devices import DeviceType
 from yuan_train.config.load import dump, write_text
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.model import ModelConfig
+from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, save_plan
-from yuan_train.config.run import RunConfig, load_run
+from yuan_train.config.run import LogConfig, MemoryConfig, RunConfig, SearchConfig, load_run
 from yuan_train.planner.costs.host import host_bytes
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost
 
-LAYERS, VOCABULARY, STEPS = 8, 2048, 2
+LAYERS, VOCABULARY = 8, 2048
+TRAINED: dict[str, Any] = {"steps": 2, "optimizer": {"learning_rate": 1e-3, "bucket_size": 4_000_000}}
 NARROW = 64
 """The hidden size of the model that is trained first."""
 MOST_OFF, MOST_ON_HOST_OFF = 0.10, 0.01
@@ -40,52 +46,28 @@ MOST_OFF, MOST_ON_HOST_OFF = 0.10, 0.01
 FIELDS: tuple[str, ...] = ("RssAnon", "RssShmem")
 
 
-@dataclass(frozen=True)
-class Pipelines:
-    """A plan: pipelines of (micro-batches, stages), a stage of (layers, ranks of its one replica, keys)."""
-
-    name: str
-    pipelines: tuple[tuple[int, tuple[tuple[int, tuple[int, ...], dict[str, Any]], ...]], ...]
-    keys: dict[str, Any]
-
-    @property
-    def num_ranks(self) -> int:
-        return 1 + max(r for _, stages in self.pipelines for _, ranks, _ in stages for r in ranks)
-
-
-def _plans() -> Iterator[Pipelines]:
-    """Plans over the tiers, and over what divides a model."""
-    whole, half = (LAYERS, (0,)), LAYERS // 2
-
-    def alone(name: str, stage_keys: dict[str, Any], **keys: Any) -> Pipelines:
-        return Pipelines(name, ((4, ((*whole, stage_keys),)),), keys)
-
-    away = {"activation_offload": LAYERS, "resident_parts": 6}
-    pages = {"recompute": "full", "parameter_offload": LAYERS, "page_slots": 3}
-    yield alone("resident", {})
-    yield alone("optimizer 0.5", {"optimizer_offload": 0.5})
-    yield alone("optimizer 1", {"optimizer_offload": 1.0})
-    yield alone("resident, gpipe", {}, schedule="gpipe")
-    yield alone("activations, gpipe", away, schedule="gpipe")
-    yield alone("activations and optimizer 1, gpipe", {**away, "optimizer_offload": 1.0}, schedule="gpipe")
-    yield alone("pages", pages, page_group=4)
-    yield alone("pages and optimizer 1", {**pages, "optimizer_offload": 1.0}, page_group=2)
-    yield Pipelines("TP 2, optimizer 0.5", ((4, ((LAYERS, (0, 1), {"optimizer_offload": 0.5}),)),), {})
-    shares = ({"optimizer_share": 3.0}, {"optimizer_share": 1.0, "optimizer_offload": 0.6})
-    yield Pipelines(
-        "ZeRO-1, shares 3 to 1, optimizer 0 and 0.6",
-        tuple((2, ((LAYERS, (r,), shares[r]),)) for r in range(2)),
-        {"optimizer_sharding": True},
-    )
-    stages = ((half + 1, (0,), {"recompute": "full"}), (half - 1, (1,), {"optimizer_offload": 0.5}))
-    yield Pipelines(
-        "unlike pipelines, optimizer 0.5 and 1",
-        ((3, stages), (1, ((LAYERS, (2,), {"optimizer_offload": 1.0}),))),
-        {},
-    )
-
-
-PLANS = {plan.name: plan for plan in _plans()}
+AWAY = {"activation_offload": [LAYERS], "resident_parts": [6], "schedule": "gpipe"}
+PAGES = {"parameter_offload": [LAYERS], "page_slots": [3]}
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resident": ("1x4: 8@0", {}),
+    "optimizer 0.5": ("1x4: 8@0", {"optimizer_offload": [0.5]}),
+    "optimizer 1": ("1x4: 8@0", {"optimizer_offload": [1.0]}),
+    "resident, gpipe": ("1x4: 8@0", {"schedule": "gpipe"}),
+    "activations, gpipe": ("1x4: 8@0", AWAY),
+    "activations and optimizer 1, gpipe": ("1x4: 8@0", {**AWAY, "optimizer_offload": [1.0]}),
+    "pages": ("1x4: 8@0 full", {**PAGES, "page_group": 4}),
+    "pages and optimizer 1": ("1x4: 8@0 full", {**PAGES, "page_group": 2, "optimizer_offload": [1.0]}),
+    "TP 2, optimizer 0.5": ("1x4: 8@0,1", {"optimizer_offload": [0.5]}),
+    "ZeRO-1, shares 3 to 1, optimizer 0 and 0.6": (
+        "1x2: 8@0 / 1x2: 8@1",
+        {"optimizer_sharding": True, "optimizer_share": [3.0, 1.0], "optimizer_offload": [0.0, 0.6]},
+    ),
+    "unlike pipelines, optimizer 0.5 and 1": (
+        "1x3: 5@0 full | 3@1 / 1x1: 8@2",
+        {"optimizer_offload": [0.0, 0.5, 1.0]},
+    ),
+}
+"""Over the tiers, and over what divides a model: in the short form of `parse_plan`, and its keys."""
 
 
 @case(
@@ -98,17 +80,17 @@ PLANS = {plan.name: plan for plan in _plans()}
 )
 def residence(plan: str, hidden: int, tokens: int, precision: str) -> Iterator[Row]:
     """What each rank of a plan takes, on its card and on its host, beside the forecast."""
-    given = PLANS[plan]
+    text, keys = PLANS[plan]
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        (work / "cluster.yaml").write_text(json.dumps(_cluster(given.num_ranks)))
-        write_corpus(work)
         for name, size in (("first", NARROW), ("own", hidden)):
-            (work / f"{name}.yaml").write_text(json.dumps(_run_file(work, name, size, tokens, precision)))
-            save_plan(work / f"{name}.plan.yaml", _plan(load_run(work / f"{name}.yaml"), given))
-        run, made = load_run(work / "own.yaml"), load_plan(work / "own.plan.yaml")
-        cost = _forecast(work, run, made)
-        for rank, measured in enumerate(_train_all(given.num_ranks, work)):
+            model = _model(name, size, tokens, num_layers=LAYERS, vocab_size=VOCABULARY)
+            run = _write(work, name, make_run(model, batch=4, precision=precision, **TRAINED))
+            save_plan(work / f"{name}.plan.yaml", parse_plan(run, text, **keys))
+        made = load_plan(work / "own.plan.yaml")
+        cluster = _cluster(_card(16 << 30), devices=made.world_size)
+        cost = cost_plan(make_costs(problem_of(run, cluster, None)), made)
+        for rank, measured in enumerate(_train_all(made.world_size, work)):
             stage = next(
                 own for own in cost.stages if rank in made.pipelines[own.pipeline].stages[own.stage].ranks
             )
@@ -145,108 +127,35 @@ def _stepped_by_host(plan: Plan, stage: StageCost) -> float:
     return sum(unit.parameters for unit in units) * stage.shares.optimizer * own.optimizer_offload
 
 
-def _forecast(work: Path, run: RunConfig, plan: Plan) -> PlanCost:
-    """As `yuan-train simulate --cluster` has it."""
-    problem = PlanProblem(
-        cluster=load_cluster(work / "cluster.yaml"),
-        model=run.model,
-        sequence_length=run.data.sequence_length,
-        global_batch_size=run.train.global_batch_size,
-        precision=run.train.precision,
-        bucket_size=run.optimizer.bucket_size,
-        profile=None,
-    )
-    return cost_plan(make_costs(problem), plan)
+def _card(memory: int, **keys: Any) -> DeviceType:
+    return DeviceType(memory=memory, bf16=2e10, fp32=2e10, memory_bandwidth=5e9, **{"reserved": 0, **keys})
 
 
-def _plan(run: RunConfig, given: Pipelines) -> Plan:
-    keys = dict(given.keys)
-    group = keys.pop("page_group", 1)
-    pipelines: list[PipelinePlan] = []
-    for count, own in given.pipelines:
-        stages: list[StagePlan] = []
-        first = 0
-        for s, (layers, ranks, stage_keys) in enumerate(own):
-            stages.append(
-                StagePlan(
-                    replicas=(ranks,),
-                    layers=(first, first + layers),
-                    embedding=s == 0,
-                    head=s == len(own) - 1,
-                    **stage_keys,
-                )
-            )
-            first += layers
-        pipelines.append(
-            PipelinePlan(micro_batch_size=1, num_micro_batches=count, stages=tuple(stages), page_group=group)
-        )
-    cluster = load_cluster(Path(run.log.directory or ".").parent / "cluster.yaml")
-    return Plan(
-        cluster=cluster.name,
-        model=run.model,
-        sequence_length=run.data.sequence_length,
-        global_batch_size=run.train.global_batch_size,
-        ranks=tuple(RankPlan(rank=r, device=c.name, type=c.type) for r, c in enumerate(cluster.cards)),
-        pipelines=tuple(pipelines),
+def _cluster(card: DeviceType, **keys: Any) -> Cluster:
+    """One node of this card, named as the cards of `parse_plan`."""
+    link = Link(bandwidth=5e9, latency=1e-5)
+    nodes = (NodeGroup(name="card", device="card", link=link, **keys),)
+    return Cluster(name="cards", nodes=nodes, device_types={"card": card})
+
+
+def _model(name: str, hidden: int, tokens: int, **keys: Any) -> ModelConfig:
+    return ModelConfig(
+        name=name,
+        hidden_size=hidden,
+        num_attention_heads=4,
+        ffn_hidden_size=4 * hidden,
+        max_sequence_length=tokens,
         **keys,
     )
 
 
-def _card(memory: str, reserved: str) -> dict[str, object]:
-    rates = {"bf16": "0.02 TFLOP/s", "fp32": "0.02 TFLOP/s", "memory_bandwidth": "5 GB/s"}
-    return {"memory": memory, "reserved": reserved, **rates}
-
-
-def _cluster(num_cards: int) -> dict[str, object]:
-    link = {"bandwidth": "5 GB/s", "latency": "10 us"}
-    nodes = [{"name": "one", "device": "Card", "devices": num_cards, "link": link}]
-    return {"name": "cards", "nodes": nodes, "device_types": {"Card": _card("16 GiB", "0 MiB")}}
-
-
-def _run_file(
-    work: Path,
-    name: str,
-    hidden: int,
-    tokens: int,
-    precision: str,
-    *,
-    layers: int = LAYERS,
-    words: int = VOCABULARY,
-) -> dict[str, Any]:
-    model = {
-        "name": name, "num_layers": layers, "hidden_size": hidden, "num_attention_heads": 4,
-        "ffn_hidden_size": 4 * hidden, "vocab_size": words,
-        "max_sequence_length": tokens,
-    }  # fmt: skip
-    return {
-        "model": model,
-        "data": {
-            "train": [{"prefix": str(work / "corpus")}],
-            "sequence_length": tokens,
-            "reset_position_ids": False,
-        },
-        "train": {"steps": STEPS, "global_batch_size": 4, "precision": precision, "device": "cpu"},
-        "optimizer": {"learning_rate": 1e-3, "bucket_size": 4000000},
-        "log": {"directory": str(work / name)},
-    }
-
-
-def write_corpus(work: Path) -> None:
-    """Write documents of random tokens as `corpus` in a folder."""
-    import numpy as np
-
-    from yuan_train.data.indexed import IndexedWriter
-
-    generator = np.random.default_rng(0)
-    with IndexedWriter(work / "corpus", dtype=np.dtype(np.uint16)) as writer:
-        for _ in range(64):
-            writer.add(generator.integers(0, 50, 1000))
+def _write(work: Path, name: str, run: RunConfig) -> RunConfig:
+    return write_run(work / f"{name}.yaml", replace(run, log=LogConfig(directory=str(work / name))))
 
 
 def _train_all(num_ranks: int, work: Path) -> list[dict[str, int]]:
     """What each rank has measured, in processes that return what they free at once."""
-    common = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    common = {**RETURN_FREED, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(num_ranks)}
     command = [sys.executable, "-m", "tools.bench.residence", str(work), str(free_port()), str(free_port())]
     ranks = [
         subprocess.Popen(
@@ -327,27 +236,23 @@ def largest(mebibytes: int, steps: int) -> Row:
     """What `plan --largest` names for a small simulated card, 8 MiB of it reserved, trained."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        card = _card(f"{mebibytes} MiB", "8 MiB") | {"backend": "gloo", "slowdown": 1.0}
-        nodes = [{"name": "one", "device": "Card", "devices": 1, "host": {"memory": "1 GiB"}}]
-        cluster = {"name": "small", "nodes": nodes, "device_types": {"Card": card}}
-        (work / "cluster.yaml").write_text(json.dumps(cluster))
-        write_corpus(work)
+        card = _card(mebibytes << 20, reserved=8 << 20, backend="gloo", slowdown=1.0)
+        write_text(work / "cluster.yaml", dump(_cluster(card, host=Host(memory=1 << 30))))
+        optimizer = {"learning_rate": 1e-3, "bucket_size": 1_000_000}
         for name, words in (("first", ["model.num_layers=1"]), ("own", ["--largest"])):
-            run = _run_file(work, name, 256, 128, "bf16", layers=1, words=1024)
-            run["train"] = {"steps": steps, "global_batch_size": 2, "precision": "bf16", "device": "cpu"}
-            run["optimizer"] = {"learning_rate": 1e-3, "bucket_size": 1000000}
-            run |= {"search": {"offload": ["optimizer"]}, "memory": {"host_reserved": "0 GiB"}}
-            (work / f"{name}.yaml").write_text(json.dumps(run))
-            files = ["--cluster", work / "cluster.yaml", "--config", work / f"{name}.yaml"]
-            out = work / f"{name}.plan.yaml"
-            command = [sys.executable, "-m", "yuan_train", "plan", *files, "--out", out, *words]
-            subprocess.run(command, check=True, capture_output=True)
-            layers = load_plan(out).model.num_layers
-            made = load_run(work / f"{name}.yaml", (f"model.num_layers={layers}",))
-            write_text(work / f"{name}.yaml", dump(made))
+            model = _model(name, 256, 128, num_layers=1, vocab_size=1024)
+            run = make_run(model, batch=2, steps=steps, optimizer=optimizer)
+            run = replace(
+                run, search=SearchConfig(offload=("optimizer",)), memory=MemoryConfig(host_reserved=0)
+            )
+            run = _write(work, name, run)
+            out, run_file = work / f"{name}.plan.yaml", work / f"{name}.yaml"
+            files = ("--cluster", work / "cluster.yaml", "--config", run_file, "--out", out)
+            yuan_train("plan", *files, *words)
+            write_text(run_file, dump(replace(run, model=load_plan(out).model)))
         (measured,) = _train_all(1, work)
         plan = load_plan(work / "own.plan.yaml")
-        lines = [json.loads(line) for line in (work / "own/metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(work / "own")
     assert plan.forecast is not None
     (stage,) = plan.forecast.stages
     row: Row = {"mebibytes": mebibytes, "layers": plan.model.num_layers}

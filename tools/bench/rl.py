@@ -10,8 +10,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.support.project import read_metrics
 from tools.bench.harness import MISSED, Row, case
+from tools.bench.runs import yuan_train
 from tools.rl_tasks import CONFIG, STEPS, TURNS, run_words
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
@@ -33,27 +33,13 @@ NEARNESS = 0.15
 """The largest error of a forecast of a step, and of an idle share."""
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command of ours. Raises SystemExit with what it says if it fails."""
-    command = [sys.executable, "-m", "yuan_train", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done
-
-
-def call(*words: str | Path) -> str:
-    """What a command of ours prints. Raises SystemExit with what it says if it fails."""
-    return run(*words).stdout
-
-
 def launch(plan: Path, log: Path, words: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """Run a plan; the metrics of its steps."""
     (log / "metrics.jsonl").unlink(missing_ok=True)
     more = (f"log.directory={log}", f"train.steps={steps}")
-    said = run("launch", "--plan", plan, "--this-node", "all", *words, *more).stderr
+    said = yuan_train("launch", "--plan", plan, "--this-node", "all", *words, *more).stderr
     (log / "said.txt").write_text(said)
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(log)
 
 
 def median(lines: Sequence[dict[str, Any]], key: str) -> float:
@@ -411,7 +397,7 @@ def make_counter(folder: Path, lengths: str) -> Path:
     (folder / "hf").mkdir()
     (folder / "hf/config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "hf/model.safetensors")
-    call("import-hf", folder / "hf", "--out", folder / "counter")
+    yuan_train("import-hf", folder / "hf", "--out", folder / "counter")
     return folder / "counter"
 
 
@@ -538,12 +524,12 @@ def forecast(fast: float, slow: float, steps: int, warm_up: int) -> Iterator[Row
             text = CLUSTER.format(fast=fast, slow=slow) + "".join(NODE.format(name=node) for node in nodes)
             (folder / f"{name}.yaml").write_text(text)
             out = folder / f"profile-{name}.json"
-            call("profile", "--cluster", folder / f"{name}.yaml", "--out", out, *words)
+            yuan_train("profile", "--cluster", folder / f"{name}.yaml", "--out", out, *words)
         for way, keys in WAYS.items():
             names = ("fast", "slow", "both") if way == ALONE else ("both",)
             profiles = ",".join(str(folder / f"profile-{name}.json") for name in names)
             own = ("--cluster", folder / "both.yaml", "--profile", profiles, "--out", folder / "plan.yaml")
-            wanted = json.loads(call("plan", *own, "--json", *words, *keys))["forecast"]
+            wanted = json.loads(yuan_train("plan", *own, "--json", *words, *keys).stdout)["forecast"]
             lines = launch(folder / "plan.yaml", folder / "log", [*words, *keys], steps)[warm_up:]
             yield _beside(way, wanted, lines)
 

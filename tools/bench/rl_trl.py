@@ -23,7 +23,7 @@ import torch
 
 from tools import rl_tasks
 from tools.bench.harness import MISSED, Row, case
-from tools.bench.rl import call
+from tools.bench.runs import yuan_train
 from yuan_train.config.rl import load_rl
 from yuan_train.models.transformer import Transformer, init_weights
 
@@ -68,7 +68,7 @@ def ours(folder: Path, seed: int, steps: int) -> tuple[float, float]:
     def seconds(steps: int) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         (folder / "metrics.jsonl").unlink(missing_ok=True)
-        call("rl", *words, f"train.steps={steps}")
+        yuan_train("rl", *words, f"train.steps={steps}")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -138,7 +138,9 @@ def _their_model(seed: int) -> Any:
     init_weights(model, seed=seed)
     ends = {"eos_token_id": rl_tasks.END, "pad_token_id": rl_tasks.END}
     found = LlamaForCausalLM(published_config(config, **ends))
-    found.load_state_dict(published({name: p.detach().clone() for name, p in model.named_parameters()}))
+    found.load_state_dict(
+        published(config, {name: p.detach().clone() for name, p in model.named_parameters()})
+    )
     return found
 
 

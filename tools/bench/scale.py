@@ -13,13 +13,13 @@ step again, without anything around them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tools.bench.harness import Row, case
+from tools.bench.runs import make_run, wide_plan
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import load_plan, save_plan
-from yuan_train.config.run import DataConfig, LogConfig, OptimizerConfig, RunConfig, Source, TrainConfig
+from yuan_train.config.run import LogConfig, RunConfig, Source
 from yuan_train.data.indexed import HEADER, MAGIC, VERSION, IndexedWriter, bin_path, idx_path
 from yuan_train.data.loader import open_corpora
 from yuan_train.parallel import transport
@@ -84,54 +85,28 @@ class Shape:
 
 def make_plan(shape: Shape) -> Plan:
     """A plan of a shape, on cards that the catalogue knows."""
-    ranks = iter(range(shape.num_ranks))
     cuts = [round(MODEL.num_layers * s / shape.stages) for s in range(shape.stages + 1)]
-    pipelines = tuple(
-        PipelinePlan(
-            micro_batch_size=1,
-            num_micro_batches=shape.num_micro_batches,
-            stages=tuple(
-                StagePlan(
-                    replicas=(tuple(next(ranks) for _ in range(shape.width)),),
-                    layers=(cuts[s], cuts[s + 1]),
-                    embedding=s == 0,
-                    head=s == shape.stages - 1,
-                )
-                for s in range(shape.stages)
-            ),
-        )
-        for _ in range(shape.pipelines)
-    )
+    stages = [(after - before, shape.width) for before, after in itertools.pairwise(cuts)]
+    batch = shape.pipelines * shape.num_micro_batches
+    run = make_run(MODEL, tokens=SEQUENCE_LENGTH, batch=batch)
+    plan = wide_plan(run, [stages] * shape.pipelines, optimizer_sharding=True)
     types = ("A100-80G", "H100-80G")
-    return Plan(
-        model=MODEL,
-        sequence_length=SEQUENCE_LENGTH,
-        global_batch_size=shape.pipelines * shape.num_micro_batches,
-        optimizer_sharding=True,
-        ranks=tuple(
-            RankPlan(rank=i, device=f"node-{i // 8}/{i % 8}", type=types[i // 8 % 2])
-            for i in range(shape.num_ranks)
-        ),
-        pipelines=pipelines,
+    ranks = (
+        RankPlan(rank=i, device=f"node-{i // 8}/{i % 8}", type=types[i // 8 % 2])
+        for i in range(plan.world_size)
     )
+    return replace(plan, ranks=tuple(ranks))
 
 
-def make_run(plan: Plan, corpus: Path) -> RunConfig:
+def run_of(plan: Plan, corpus: Path) -> RunConfig:
     """A run of the plan on the CPU, with a corpus of its own."""
     with IndexedWriter(corpus, dtype=np.dtype("<u2")) as writer:
         for length in range(20, 520):
             writer.add(np.arange(length, dtype="<u2") % MODEL.vocab_size)
-    return RunConfig(
-        model=MODEL,
-        data=DataConfig(
-            train=(Source(prefix=str(corpus)),), sequence_length=SEQUENCE_LENGTH, reset_position_ids=False
-        ),
-        train=TrainConfig(
-            steps=STEPS, global_batch_size=plan.global_batch_size, precision="fp32", device="cpu"
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-3, minimum_learning_rate=1e-4),
-        log=LogConfig(every=10),
-    )
+    keys = {"tokens": SEQUENCE_LENGTH, "batch": plan.global_batch_size, "steps": STEPS, "precision": "fp32"}
+    run = make_run(MODEL, **keys)
+    data = replace(run.data, train=(Source(prefix=str(corpus)),))
+    return replace(run, data=data, log=LogConfig(every=10))
 
 
 class NullStage:
@@ -233,7 +208,7 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
     held, start = private_bytes(), time.process_time()
     plan = load_plan(folder / "plan.yaml")
     plan_seconds = time.process_time() - start
-    run = make_run(plan, folder / "corpus")
+    run = run_of(plan, folder / "corpus")
     with fake_ranks(shape.num_ranks, rank, library=library):
         job = prepare(run, plan, Position(rank, shape.num_ranks, rank % 8, 8))
         # The others do not answer, so they cannot have other jobs.
@@ -300,7 +275,7 @@ def _without_model(trainer: Trainer) -> Trainer:
         for stage, part in runtime.parts.items()
     }
     executor = Executor(cast(Any, stages), runtime.bridge, trainer.stopwatch)
-    return dataclasses.replace(trainer, runners=cast(Any, stages), executor=executor)
+    return replace(trainer, runners=cast(Any, stages), executor=executor)
 
 
 class _Timer:

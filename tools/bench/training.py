@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from tests.support.project import make_plan
+from tests.support.project import make_plan, with_stages
 from tools.bench.harness import MISSED, Row, case
-from tools.testbed.run import with_random_data
-from yuan_train.config.cluster import Cluster, load_cluster
+from tools.bench.problems import endless
+from tools.bench.runs import make_run, train, write_run, yuan_train
+from yuan_train.cli.plan import problem_of
+from yuan_train.config.cluster import Cluster, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.load import dump, write_text
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
-from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
-from yuan_train.config.run import RunConfig, load_run
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.config.run import RunConfig, SearchConfig, load_run
+from yuan_train.planner.costs.plan_problem import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.search.expert_groups import expert_plans
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
+from yuan_train.planner.search.shapes import PipelineCut, assemble_plan, read_options
 
 WARM_UP_STEPS = 3
 LAPTOP, TINY = "configs/cluster/laptop.yaml", "configs/run/tiny.yaml"
@@ -39,36 +36,6 @@ CUTS = ("4,1,1", "3,2,1", "2,3,1")
 """Layers of each stage, fast card first."""
 SLOWER = 4 / 3
 """Of the simulated cards, so that their processes do not wait for each other's cores."""
-
-
-def yuan_train(*words: str | Path) -> None:
-    """Run a `yuan-train` command. Raises SystemExit with what it said if it fails."""
-    command = [sys.executable, "-m", "yuan_train", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        raise SystemExit(done.stderr[-4000:])
-
-
-def train(run_file: str | Path, plan: Plan, folder: Path, *changes: str) -> list[dict[str, Any]]:
-    """The metrics of each step of a run under a plan, in as many processes as it has ranks."""
-    save_plan(folder / "plan.yaml", plan)
-    log = folder / "log"
-    (log / "metrics.jsonl").unlink(missing_ok=True)
-    own = (f"log.directory={log}", "log.every=1", "checkpoint.directory=", "validation.every=0")
-    yuan_train("launch", "--config", run_file, "--plan", folder / "plan.yaml", *own, *changes)
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-
-
-def problem_of(run: RunConfig, cluster: Cluster, profile: Path) -> PlanProblem:
-    """What to plan, with the times of a profile."""
-    return PlanProblem(
-        cluster=cluster,
-        model=run.model,
-        sequence_length=run.data.sequence_length,
-        global_batch_size=run.train.global_batch_size,
-        precision=run.train.precision,
-        profile=load_profile(profile),
-    )
 
 
 @case(
@@ -87,7 +54,7 @@ def planned(cluster: str, config: str, steps: int, rounds: int) -> Iterator[Row]
         folder = Path(name)
         profile = folder / "profile.json"
         yuan_train("profile", "--config", config, "--cluster", cluster, "--out", profile)
-        problem = problem_of(run, load_cluster(cluster), profile)
+        problem = problem_of(run, load_cluster(cluster), load_profile(profile))
         found = search_plan(problem, run.search, micro_batch_size=run.train.micro_batch_size)
         if found.even_split is None:
             raise SystemExit("there is no even split of this model over these cards")
@@ -132,7 +99,7 @@ def forecast(cluster: str, config: str, steps: int, rounds: int, device: str) ->
         files = ("--config", config, "--cluster", folder / "cluster.yaml")
         for _ in range(rounds):
             yuan_train("profile", *files, "--out", folder / "profile.json", *changes)
-            costs = make_costs(problem_of(run, cards, folder / "profile.json"))
+            costs = make_costs(problem_of(run, cards, load_profile(folder / "profile.json")))
             for cut, done in pairs.items():
                 plan = _cut_plan(costs, run, [int(word) for word in cut.split(",")])
                 lines = train(config, plan, folder, *changes, f"train.steps={steps}")
@@ -187,19 +154,23 @@ def llama(layers: int, vocabulary: int, tokens: int, steps: int) -> Iterator[Row
 
     Its widths, random tokens, two sequences a step. Four of the 16 layers take about 5 GB of state.
     """
-    model = {"name": "slice", "architecture": "llama", "num_layers": layers, "hidden_size": 2048}
-    model |= {"num_attention_heads": 32, "num_key_value_heads": 8, "ffn_hidden_size": 8192}
-    model |= {"vocab_size": vocabulary, "rope_base": 500000.0, "norm_epsilon": 1e-5}
-    data = {"train": [{"prefix": "none"}], "sequence_length": tokens, "reset_position_ids": False}
-    settings = {"steps": steps, "global_batch_size": 2, "precision": "bf16", "device": "cpu"}
-    given = {"model": model, "data": data, "train": settings, "optimizer": {"learning_rate": 1e-4}}
+    model = ModelConfig(
+        name="slice",
+        architecture="llama",
+        num_layers=layers,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        ffn_hidden_size=8192,
+        vocab_size=vocabulary,
+        rope_base=500000.0,
+        norm_epsilon=1e-5,
+    )
     card = DeviceType(memory=24 << 30, bf16=1e12, fp16=1e12, fp32=1e12, memory_bandwidth=1e10, backend="gloo")
     first: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "given.yaml").write_text(yaml.safe_dump(given))
-        run = with_random_data(load_run(folder / "given.yaml"), folder)
-        write_text(folder / "run.yaml", dump(run))
+        run = write_run(folder / "run.yaml", make_run(model, tokens=tokens, batch=2, steps=steps))
         last = max(layers // 3, 1)
         for cut in ([layers], [layers - last, last]):
             plan = replace(make_plan(run, [cut]), device_types={"card": card})
@@ -215,3 +186,132 @@ def llama(layers: int, vocabulary: int, tokens: int, steps: int) -> Iterator[Row
                 "peak GB": ", ".join(f"{peak / 1e9:.2f}" for peak in lines[-1]["peak_memory_bytes"]),
                 MISSED: f"the losses are {worst:.1e} apart" if not worst <= 1e-3 or math.isnan(worst) else "",
             }
+
+
+# --- experts divided over unlike cards ----------------------------------------------------------------------
+
+SPEEDS = {"Full": 1.0, "Half": 0.5, "Quarter": 0.25}
+EXPERTS_WARM_UP = 2
+THIN = 8
+"""Width of experts that take about no time."""
+LOOPBACK = Link(bandwidth=2e9, latency=100e-6)
+
+
+@case(
+    "training/experts",
+    formats={
+        **{"forecast s": ".3f", "measured s": ".3f", "off by": "+.1%"},
+        **{"no experts s": ".3f", "expert part s": ".3f"},
+    },
+    steps=(6,),
+    slower=(3.0,),
+    num_experts=(16,),
+    width=(4096,),
+    tokens=(128,),
+    round=(1,),
+)
+def experts(
+    steps: int, slower: float, num_experts: int, width: int, tokens: int, round: int
+) -> Iterator[Row]:
+    """Three cards of speeds 1, 1/2 and 1/4 share the experts of a small mixture in one stage.
+
+    The expert part of a step is what it takes more than the same plan with experts of width 8. The cards are
+    `slower`, so that no process waits for another's core. `round=[1,2]` profiles anew in each.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, cluster = Path(name), simulated_cards(slower)
+        write_text(folder / "cluster.yaml", dump(cluster))
+        keys = {"tokens": tokens, "batch": 2, "precision": "fp32", "optimizer": {"learning_rate": 1e-6}}
+        run, thin = (
+            write_run(folder / f"{name}.yaml", make_run(mixture(num_experts, own), **keys))
+            for name, own in (("run", width), ("thin", THIN))
+        )
+        files = ("--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml")
+        yuan_train(
+            "profile", *files, "--out", folder / "profile.json", "--seconds", "2", "search.recompute=[none]"
+        )
+        costs = make_costs(problem_of(run, cluster, load_profile(folder / "profile.json")))
+        planned = plan_group(costs, run)
+        (stage,) = planned.stages
+        even = tuple(num_experts // len(SPEEDS) + (c < num_experts % len(SPEEDS)) for c in range(len(SPEEDS)))
+        for kind, plan in (
+            ("planned", planned),
+            ("even", with_stages(planned, replace(stage, experts=even))),
+        ):
+            few = f"train.steps={steps}"
+            lines = train(folder / "run.yaml", plan, folder, few)
+            thin_lines = train(folder / "thin.yaml", replace(plan, model=thin.model), folder, few)
+            seconds, without = (
+                statistics.median(line["step_seconds"] for line in own[EXPERTS_WARM_UP:])
+                for own in (lines, thin_lines)
+            )
+            counts = plan.pipelines[0].stages[0].experts or ()
+            shares = shares_of(counts, tokens_of(lines, num_experts))
+            forecast = cost_plan(costs, plan).step_seconds
+            yield {
+                "round": round,
+                "counts": kind,
+                "on speeds 1, 1/2, 1/4": ", ".join(map(str, counts)),
+                "tokens": ", ".join(f"{share:.0%}" for share in shares),
+                "forecast s": forecast,
+                "measured s": seconds,
+                "off by": forecast / seconds - 1,
+                "no experts s": without,
+                "expert part s": seconds - without,
+            }
+
+
+def simulated_cards(slower: float) -> Cluster:
+    """A node for each card; rates are rough values of a core, which the profile replaces."""
+    types = {
+        name: DeviceType(
+            memory=4 << 30, reserved=300 << 20, fp32=6e10, memory_bandwidth=1e10, slowdown=slower / speed
+        )
+        for name, speed in SPEEDS.items()
+    }
+    nodes = tuple(NodeGroup(name=name.lower(), device=name, network=LOOPBACK) for name in types)
+    return Cluster(name="three", nodes=nodes, device_types=types)
+
+
+def mixture(num_experts: int, width: int) -> ModelConfig:
+    """A small mixture of experts."""
+    return ModelConfig(
+        name="mixture",
+        num_layers=2,
+        hidden_size=128,
+        num_attention_heads=4,
+        ffn_hidden_size=512,
+        vocab_size=512,
+        num_experts=num_experts,
+        experts_per_token=2,
+        expert_ffn_hidden_size=width,
+        # At the start, an attention router prefers some experts; this one spreads random tokens evenly.
+        router="softmax",
+        init_std=0.1,
+        tie_embeddings=False,
+    )
+
+
+def plan_group(costs: Costs, run: RunConfig) -> Plan:
+    """The planner's best plan of one stage over all three cards."""
+    options = read_options(
+        SearchConfig(tensor=(1, len(SPEEDS)), recompute=("none",)), micro_batch_size=1, model=run.model
+    )
+    found = expert_plans(endless(costs, options), [])
+    return min(found, key=lambda candidate: candidate.step_seconds).plan
+
+
+def tokens_of(lines: list[dict[str, Any]], num_experts: int) -> list[int]:
+    """The tokens of each expert, over all layers and steps."""
+    found = [sum(layer) for line in lines for layer in zip(*line["expert_tokens"], strict=True)]
+    return [sum(found[e::num_experts]) for e in range(num_experts)]
+
+
+def shares_of(counts: tuple[int, ...], tokens: list[int]) -> list[float]:
+    """Part of the tokens that each card's experts were given."""
+    found: list[float] = []
+    first = 0
+    for count in counts:
+        found.append(sum(tokens[first : first + count]) / sum(tokens))
+        first += count
+    return found

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from yuan_kernels import dispatch
@@ -67,7 +69,7 @@ def curves(bench: Bench) -> Verdict:
         chosen = bench.scratch / f"experts of {name} in {precision}"
         own: dict[str, Any] = {"record": chosen} if "num_experts" in changes else {}
         replayed: dict[str, Any] = {"replay": chosen} if own else {}
-        with runs.environment(YUAN_KERNELS="reference"):
+        with patch.dict(os.environ, YUAN_KERNELS="reference"):
             wanted = runs.curve(bench, run_file, "cpu", *words, **own)
         # On a CPU each precision has a recompute of its own: it changes no bit there.
         for recompute in bench.pick(RECOMPUTE, RECOMPUTE[number % 3 :][:1]):

@@ -6,17 +6,25 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from tests.support.project import make_plan, read_metrics, run_config
+from tests.support.project import make_plan, run_config
 from tests.support.ranks import Case, run_alone
-from tests.support.spawn import Command, as_rank, free_port, patience, start_command
+from tests.support.spawn import (
+    Around,
+    Command,
+    as_rank,
+    free_port,
+    patience,
+    start_ranks,
+    wait_for_step,
+)
 from tools.gpu_checks import runs
 from tools.gpu_checks.bench import Bench, Verdict, megabytes
 from tools.gpu_checks.machine import run_pytest
@@ -40,8 +48,8 @@ MOST_RANKS = 4
 """Of a test."""
 END_SECONDS = 10
 """In which all ranks end when one is lost."""
-FULL = "per_process_memory_fraction:0.0005"
-"""For torch's allocator: of a card, what a rank may take that is to run out of memory."""
+FULL = {"PYTORCH_CUDA_ALLOC_CONF": "per_process_memory_fraction:0.0005"}
+"""The environment of a rank that is to run out of memory: of a card, what it may take."""
 CPU_TYPE = DeviceType(memory=2**32, fp32=1e11, memory_bandwidth=1e10, backend="gloo")
 MODEL_WORK_TOLERANCE = 0.2
 """How far the bytes that a layer keeps may be from `model_work`, relative."""
@@ -103,16 +111,14 @@ def _free_bytes(bench: Bench) -> int | None:
 def lost_rank(bench: Bench) -> Verdict:
     """Kill one of four ranks after two steps: when the others end, and whom they name."""
     with _four_ranks(bench) as ranks:
-        _wait_for_steps(bench.scratch / "log", ranks)
+        wait_for_step(bench.scratch / "log", 2, lambda: all(rank.process.is_alive() for rank in ranks))
         ranks[1].kill()
         return _ending(bench, ranks, words=r"rank 1\b", asked=(0, 2, 3))
 
 
 def full_card(bench: Bench) -> Verdict:
     """Let one of four ranks run out of memory: when all end, and whether the others name it."""
-    with _four_ranks(
-        bench, {1: {"PYTORCH_CUDA_ALLOC_CONF": FULL}}, hidden_size=2048, num_attention_heads=16
-    ) as ranks:
+    with _four_ranks(bench, {1: _full}, hidden_size=2048, num_attention_heads=16) as ranks:
         return _ending(bench, ranks, words=r"rank 1\b", asked=(0, 1, 2, 3), late=60)
 
 
@@ -134,30 +140,22 @@ def _ending(
     return holds, f"codes {codes} after {took:.1f} s, {named}"
 
 
-@contextmanager
+def _full() -> AbstractContextManager[object]:
+    return patch.dict(os.environ, FULL)
+
+
 def _four_ranks(
-    bench: Bench, changes: Mapping[int, Mapping[str, str]] | None = None, **model: int
-) -> Iterator[list[Command]]:
-    """Four ranks of an endless run, each as if on a node of its own; killed at the end. `changes`: to the
-    environment of some."""
+    bench: Bench, around: Mapping[int, Around] | None = None, **model: int
+) -> AbstractContextManager[list[Command]]:
+    """Four ranks of an endless run, each as if on a node of its own; killed at the end. `around`: what is
+    around the command of some."""
     run_file = runs.project(bench, {"num_layers": 4, **model})
     plan = _over_gloo(bench, make_plan(run_config(run_file), [[1, 1, 1, 1]]))
     save_plan(bench.scratch / "plan.yaml", plan)
     words = ["train", "--config", run_file, "--plan", bench.scratch / "plan.yaml", "train.steps=1000000"]
     words += ["validation.every=0", "train.timeout=60 s", f"log.directory={bench.scratch / 'log'}"]
     words += [f"train.device={bench.device.type}"]
-    port, ranks = str(free_port()), []
-    try:
-        for rank in range(4):
-            own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            environment = {**own, **meeting, **(changes or {}).get(rank, {})}
-            log = bench.scratch / f"stderr-{rank}"
-            ranks.append(start_command(words, log, environment=environment))
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
+    return start_ranks(words, bench.scratch, 4, around=around)
 
 
 def _over_gloo(bench: Bench, plan: Plan) -> Plan:
@@ -166,17 +164,6 @@ def _over_gloo(bench: Bench, plan: Plan) -> Plan:
     device_type = replace(CATALOGUE.get(name, CPU_TYPE), backend="gloo")
     ranks = tuple(replace(entry, type=name) for entry in plan.ranks)
     return replace(plan, ranks=ranks, device_types={name: device_type})
-
-
-def _wait_for_steps(log: Path, ranks: list[Command]) -> None:
-    """Wait for two training steps."""
-    for _ in range(600):
-        if (log / "metrics.jsonl").exists() and len(read_metrics(log)) >= 2:
-            return
-        ended = [rank for rank in ranks if rank.process.exitcode is not None]
-        assert not ended, ended[0].stderr.read_text()
-        time.sleep(0.1)
-    raise AssertionError("no two steps within a minute")
 
 
 def megatron(bench: Bench) -> Verdict:

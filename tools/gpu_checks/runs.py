@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import yaml
@@ -73,31 +72,12 @@ def one_stage(run_file: Path, *words: str, recompute: str = "none") -> Plan:
     return make_plan(run, [[run.model.num_layers]], recompute=recompute)
 
 
-def on_tiers(plan: Plan, **keys: Any) -> Plan:
-    """The plan of one stage with these keys of the stage."""
-    (pipeline,) = plan.pipelines
-    stages = tuple(replace(stage, **keys) for stage in pipeline.stages)
-    return replace(plan, pipelines=(replace(pipeline, stages=stages),))
-
-
 def apart(found: Curve, wanted: Curve) -> tuple[float, float]:
     """The greatest relative differences of losses and of norms. Raises ValueError if lengths differ."""
     pairs = list(zip(found, wanted, strict=True))
     if not pairs:
         raise ValueError("the curves have no steps")
     return tuple(max(abs(a[i] / b[i] - 1) for a, b in pairs) for i in (0, 1))  # pyright: ignore
-
-
-@contextmanager
-def environment(**changes: str) -> Iterator[None]:
-    """Context with these environment variables."""
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def worst(rows: Sequence[tuple[float, float]]) -> str:
@@ -144,7 +124,7 @@ def cluster_of_one(bench: Bench) -> Path:
 def yuan_train(*words: str | Path) -> None:
     """Run a command in this process, as its only rank. Raises RuntimeError if it fails."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with environment(**alone):
+    with patch.dict(os.environ, alone):
         code = main([str(word) for word in words])
     if code:
         raise RuntimeError(f"yuan-train {words[0]}: exit code {code}")

@@ -6,12 +6,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.fake_card import FakeCard
+from tests.support.project import with_stages
 from tools.gpu_checks import runs
 from tools.gpu_checks.bench import Bench, Verdict
 from yuan_train.config.plan import Plan
@@ -99,7 +101,9 @@ def _differing(
             plain[recompute] = first, max(runs.apart(curve(plan), first)) if bench.on_card else 0.0
         wanted, noise = plain[recompute]
         start = time.monotonic()
-        off = runs.apart(curve(runs.on_tiers(plan, **keys), device() if device else None), wanted)
+        (stage,) = plan.stages
+        away = with_stages(plan, replace(stage, **keys))
+        off = runs.apart(curve(away, device() if device else None), wanted)
         bench.note(**{f"{name}, {' '.join(words[:2])}": [*off, noise, round(time.monotonic() - start, 2)]})
         rounds_alike = not bench.on_card or "optimizer" not in name
         if max(off) > max(4 * noise, 0.0 if rounds_alike else EVERYWHERE):

@@ -9,8 +9,6 @@ sleep most of the time, so that they do not wait for each other's cores.
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import statistics
 import sys
 import tempfile
@@ -18,27 +16,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.testbed.nodes import Node, NodeSpec, Task, make_nodes, run_together
+from tools.testbed.nodes import NodeSpec, ended_well, make_nodes
 from tools.testbed.run import (
     CORE,
-    PORT,
     PROFILE_SECONDS,
-    TRAIN_SECONDS,
     WARM_UP_STEPS,
-    make_problem,
-    replay,
+    Round,
+    train,
     warn_of_load,
     with_random_data,
+    yuan_train,
 )
+from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
-from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan, ScheduleName
-from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.plan_problem import Costs, make_costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 from yuan_train.profile.units import machine_name
 
@@ -82,27 +79,10 @@ CUTS = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """A cut's training: its forecast, and what was measured."""
+class Row(Round):
+    """A cut's training."""
 
     cut: Cut
-    plan: Plan
-    cost: PlanCost
-    seconds: list[float]
-    busy: list[list[float]]
-    """Compute seconds of each rank, by step."""
-    peak_bytes: list[int]
-
-    @property
-    def error(self) -> float:
-        """How far the forecast step is off; -0.1: 10 % low."""
-        return self.cost.step_seconds / statistics.median(self.seconds) - 1
-
-    @property
-    def replayed_error(self) -> float:
-        """Likewise, if the simulator is given each rank's compute seconds as measured."""
-        steps = zip(self.busy, self.seconds, strict=True)
-        return statistics.median(replay(self.plan, self.cost, busy) / took - 1 for busy, took in steps)
 
     @property
     def forecast_bytes(self) -> list[float]:
@@ -114,8 +94,9 @@ class Row:
         return found
 
 
+@ended_well
 def main() -> int:
-    """Measure and print. The exit code is 2 where there can be no testbed."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,29 +116,20 @@ def main() -> int:
     parser.add_argument("--profile", type=Path, metavar="FILE", help="one that --keep kept; measure none")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, plans and logs here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        cuts = chosen(options.cuts)
-        if options.steps <= WARM_UP_STEPS or options.network <= 0 or min(options.slowdown) <= 1:
-            raise ConfigError(
-                f"wanted more than {WARM_UP_STEPS} steps, --network above 0, --slowdown above 1"
-            )
-        warn_of_load()
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = (options.keep or Path(scratch)).resolve()
-            folder.mkdir(parents=True, exist_ok=True)
-            print("\n".join(head()))
-            rows: list[Row] = []
-            for row in measure(cuts, options, folder):
-                rows.append(row)
-                print(line_of(row), flush=True)
-            mean = statistics.mean(abs(row.error) for row in rows)
-            print(f"\nOff by {mean:.1%} in the mean over {len(rows)} cuts.")
-    except YuanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    cuts = chosen(options.cuts)
+    if options.steps <= WARM_UP_STEPS or options.network <= 0 or min(options.slowdown) <= 1:
+        raise ConfigError(f"wanted more than {WARM_UP_STEPS} steps, --network above 0, --slowdown above 1")
+    warn_of_load()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.keep or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        print("\n".join(head()))
+        rows: list[Row] = []
+        for row in measure(cuts, options, folder):
+            rows.append(row)
+            print(line_of(row), flush=True)
+        mean = statistics.mean(abs(row.error) for row in rows)
+        print(f"\nOff by {mean:.1%} in the mean over {len(rows)} cuts.")
     return 0
 
 
@@ -181,13 +153,18 @@ def measure(cuts: Sequence[Cut], options: argparse.Namespace, folder: Path) -> I
         if options.profile is None:
             words = ["profile", "--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml"]
             words += ["--out", profile, "--seconds", options.seconds]
-            _on_all_cards(nodes, words, folder / "profile", PROFILE_SECONDS)
-        costs = make_costs(make_problem(cluster, run, load_profile(profile)))
+            commands = [words] * len(nodes)
+            yuan_train(nodes, commands, folder / "profile", PROFILE_SECONDS, cards=CARDS_PER_NODE)
+        costs = make_costs(problem_of(run, cluster, load_profile(profile)))
+        changes = (
+            f"train.steps={options.steps}",
+            f"train.trace={{first_step: {options.steps - 1}, steps: 1}}",
+        )
         for cut in cuts:
             plan = plan_of(costs, run, cut)
             training = folder / cut.name.replace(",", "").replace(" ", "-")
-            _train(nodes, plan, options.steps, training)
-            yield read_row(cut, plan, cost_plan(costs, plan), training)
+            lines = train(nodes, plan, training, *changes, cards=CARDS_PER_NODE)
+            yield Row(plan, cost_plan(costs, plan), lines, cut)
 
 
 def make_cluster(bytes_per_second: float, slowdowns: Sequence[float]) -> Cluster:
@@ -226,59 +203,6 @@ def plan_of(costs: Costs, run: RunConfig, cut: Cut) -> Plan:
     return assemble_plan(costs, cuts, schedule=cut.schedule, sharded=cut.sharded)
 
 
-def _train(nodes: Sequence[Node], plan: Plan, steps: int, folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    save_plan(folder / "plan.yaml", plan)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)
-    words = ["train", "--config", folder.parent / "run.yaml", "--plan", folder / "plan.yaml"]
-    words += [f"train.steps={steps}", f"log.directory={folder}", "log.every=1", "checkpoint.directory="]
-    trace = f"train.trace={{first_step: {steps - 1}, steps: 1}}"
-    _on_all_cards(nodes, [*words, trace], folder, TRAIN_SECONDS)
-
-
-def read_row(cut: Cut, plan: Plan, cost: PlanCost, folder: Path) -> Row:
-    """What a training measured after its warm-up."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = lines[WARM_UP_STEPS:]
-    return Row(
-        cut,
-        plan,
-        cost,
-        [line["step_seconds"] for line in steps],
-        [line["stage_seconds"] for line in steps],
-        lines[-1]["peak_memory_bytes"],
-    )
-
-
-def _on_all_cards(
-    nodes: Sequence[Node], words: Sequence[object], folder: Path, timeout_seconds: float
-) -> None:
-    """Run a `yuan-train` command, a rank on each card, with the variables that torchrun would set."""
-    folder.mkdir(exist_ok=True)
-    print(folder.name, file=sys.stderr)
-    command = [sys.executable, "-m", "yuan_train", *map(str, words)]
-    tasks = [
-        Task(node, command, card_environment(nodes, i, card), f"{node.spec.name}-{card}")
-        for i, node in enumerate(nodes)
-        for card in range(CARDS_PER_NODE)
-    ]
-    run_together(tasks, folder, timeout_seconds=timeout_seconds)
-
-
-def card_environment(nodes: Sequence[Node], i: int, card: int) -> dict[str, str]:
-    """What torchrun would set for a card of node i."""
-    return {
-        "RANK": str(i * CARDS_PER_NODE + card),
-        "WORLD_SIZE": str(len(nodes) * CARDS_PER_NODE),
-        "LOCAL_RANK": str(card),
-        "LOCAL_WORLD_SIZE": str(CARDS_PER_NODE),
-        "MASTER_ADDR": nodes[0].address,
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 def head() -> list[str]:
     """Markdown: the table's head, and the machine above it."""
     return [
@@ -293,14 +217,15 @@ def head() -> list[str]:
 def line_of(row: Row) -> str:
     """Markdown: step time and peak memory of each rank, forecast and measured; of sums, what is exposed."""
     forecast = row.forecast_bytes
-    off = [expected / peak - 1 for expected, peak in zip(forecast, row.peak_bytes, strict=True)]
+    measured = row.lines[-1]["peak_memory_bytes"]
+    off = [expected / peak - 1 for expected, peak in zip(forecast, measured, strict=True)]
     exposed = row.cost.grad_reduce_seconds + row.cost.weight_sync_seconds
     return (
         f"| {row.cut.name} | {row.cut.schedule} | {row.cut.words} | {row.cost.step_seconds:.3f} "
         f"| {exposed:.3f} | {statistics.median(row.seconds):.3f} ({min(row.seconds):.3f} to "
-        f"{max(row.seconds):.3f}) | {row.error:+.1%} | {row.replayed_error:+.1%} "
+        f"{max(row.seconds):.3f}) | {row.error:+.1%} | {statistics.median(row.replayed_errors):+.1%} "
         f"| {', '.join(f'{peak / 2**20:.0f}' for peak in forecast)} "
-        f"| {', '.join(f'{peak / 2**20:.0f}' for peak in row.peak_bytes)} "
+        f"| {', '.join(f'{peak / 2**20:.0f}' for peak in measured)} "
         f"| {', '.join(f'{error:+.1%}' for error in off)} |"
     )
 

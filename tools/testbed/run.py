@@ -10,22 +10,23 @@ minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tools.testbed.nodes import Node, NodeSpec, Task, load_nodes, make_nodes, run_together
+from tests.support.project import read_metrics
+from tools.testbed.nodes import Node, NodeSpec, Task, ended_well, load_nodes, make_nodes, run_together
+from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import save_plan
@@ -50,17 +51,32 @@ CORE = DeviceType(memory=2**32, reserved=2**28, fp32=80e9, bf16=80e9, memory_ban
 
 @dataclass(frozen=True)
 class Round:
-    """One training: what was forecast from its profile, and what each step took."""
+    """One training: what was forecast from its profile, and the metrics of its steps after the warm-up."""
 
+    plan: Plan
     cost: PlanCost
-    seconds: list[float]
-    busy: list[list[float]]
-    """Compute seconds of each rank, by step."""
+    lines: list[dict[str, Any]]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        return [line["step_seconds"] for line in self.lines]
+
+    @property
+    def busy(self) -> list[list[float]]:
+        """Compute seconds of each rank, by step."""
+        return [line["stage_seconds"] for line in self.lines]
 
     @property
     def error(self) -> float:
         """How far the forecast is off; -0.1: 10 % low."""
         return self.cost.step_seconds / statistics.median(self.seconds) - 1
+
+    @property
+    def replayed_errors(self) -> list[float]:
+        """Likewise of each step, if the simulator is given each rank's compute seconds as measured."""
+        steps = zip(self.busy, self.seconds, strict=True)
+        return [replay(self.plan, self.cost, busy) / took - 1 for busy, took in steps]
 
 
 @dataclass(frozen=True)
@@ -84,8 +100,9 @@ class Row:
         return statistics.median(self.seconds)
 
 
+@ended_well
 def main() -> int:
-    """Measure and print. The exit code is 2 where there can be no testbed."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -97,19 +114,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the two cuts")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, plans and logs here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        if options.steps <= WARM_UP_STEPS or options.rounds < 1:
-            raise ConfigError(f"wanted more than {WARM_UP_STEPS} steps and at least one round")
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = options.keep or Path(scratch)
-            folder.mkdir(parents=True, exist_ok=True)
-            print("\n".join(measure(options, folder.resolve())))
-    except YuanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    if options.steps <= WARM_UP_STEPS or options.rounds < 1:
+        raise ConfigError(f"wanted more than {WARM_UP_STEPS} steps and at least one round")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        print("\n".join(measure(options, folder.resolve())))
     return 0
 
 
@@ -125,14 +135,15 @@ def measure(options: argparse.Namespace, folder: Path) -> list[str]:
         rows: list[Row] = []
         for number in range(options.rounds):
             profile = measure_profile(nodes, folder, number)
-            problem = make_problem(cluster, run, profile)
+            problem = problem_of(run, cluster, profile)
             rows = rows or _plan(problem, run)
             costs = make_costs(problem)
             for row in rows:
                 training = folder / f"{row.name}-{number}"
-                row.rounds.append(
-                    _train(nodes, row.plan, cost_plan(costs, row.plan), options.steps, training)
-                )
+                named = {node.spec.name: node for node in nodes}
+                used = [named[node_of(entry)] for entry in row.plan.ranks]
+                lines = train(used, row.plan, training, f"train.steps={options.steps}")
+                row.rounds.append(Round(row.plan, cost_plan(costs, row.plan), lines))
     return [*table(rows), "", *stage_table(rows), "", *link_table(profile)]
 
 
@@ -183,22 +194,8 @@ def measure_profile(nodes: Sequence[Node], folder: Path, number: int) -> Profile
     out = folder / f"profile-{number}.json"
     files = ["--config", folder / "run.yaml", "--cluster", folder / "cluster.yaml", "--out", out]
     commands = [["profile", *files, "--device-type", _type_name(node.spec)] for node in nodes]
-    _yuan_train(nodes, commands, out.with_suffix(""), PROFILE_SECONDS)
+    yuan_train(nodes, commands, out.with_suffix(""), PROFILE_SECONDS)
     return load_profile(out)
-
-
-def make_problem(cluster: Cluster, run: RunConfig, profile: Profile) -> PlanProblem:
-    """What to plan for: a run on the nodes, with their profile."""
-    return PlanProblem(
-        cluster=cluster,
-        model=run.model,
-        sequence_length=run.data.sequence_length,
-        global_batch_size=run.train.global_batch_size,
-        precision=run.train.precision,
-        profile=profile,
-        bucket_size=run.optimizer.bucket_size,
-        reduce_dtype=run.optimizer.reduce_dtype,
-    )
 
 
 def _plan(problem: PlanProblem, run: RunConfig) -> list[Row]:
@@ -208,41 +205,48 @@ def _plan(problem: PlanProblem, run: RunConfig) -> list[Row]:
     return [Row("planned", found.best.plan, []), Row("even", found.even_split.plan, [])]
 
 
-def _train(nodes: Sequence[Node], plan: Plan, cost: PlanCost, steps: int, folder: Path) -> Round:
-    """A round of a cut: its steps after the warm-up."""
+def train(
+    nodes: Sequence[Node], plan: Plan, folder: Path, *changes: str, cards: int = 1
+) -> list[dict[str, Any]]:
+    """Train the run beside a folder under a plan, on so many cards of each node; the metrics of the steps
+    after the warm-up."""
     folder.mkdir(exist_ok=True)
     save_plan(folder / "plan.yaml", plan)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
-    changes = [f"train.steps={steps}", f"log.directory={folder}", "log.every=1", "checkpoint.directory="]
     command = ["train", "--config", folder.parent / "run.yaml", "--plan", folder / "plan.yaml", *changes]
-    named = {node.spec.name: node for node in nodes}
-    used = [named[node_of(entry)] for entry in plan.ranks]
-    _yuan_train(used, [command] * len(used), folder, TRAIN_SECONDS)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
-    return Round(cost, [line["step_seconds"] for line in lines], [line["stage_seconds"] for line in lines])
+    command += [f"log.directory={folder}", "log.every=1", "checkpoint.directory="]
+    yuan_train(nodes, [command] * len(nodes), folder, TRAIN_SECONDS, cards=cards)
+    return read_metrics(folder)[WARM_UP_STEPS:]
 
 
-def _yuan_train(
-    nodes: Sequence[Node], commands: Sequence[Sequence[str | Path]], folder: Path, timeout_seconds: float
+def yuan_train(
+    nodes: Sequence[Node],
+    commands: Sequence[Sequence[object]],
+    folder: Path,
+    timeout_seconds: float,
+    *,
+    cards: int = 1,
 ) -> None:
-    """Run a rank on each node, with the variables that torchrun would set: its own agents would use part of
-    the quotas."""
+    """Run the command of each node on so many cards of it, with the variables that torchrun would set: its
+    own agents would use part of the quotas."""
     folder.mkdir(exist_ok=True)
-    tasks = [
-        Task(node, [sys.executable, "-m", "yuan_train", *map(str, command)], rank_environment(rank, nodes))
-        for rank, (node, command) in enumerate(zip(nodes, commands, strict=True))
-    ]
     print(f"{folder.name}: {', '.join(node.spec.name for node in nodes)}", file=sys.stderr)
+    tasks: list[Task] = []
+    for rank in range(len(nodes) * cards):
+        node, words = nodes[rank // cards], map(str, commands[rank // cards])
+        name = f"{node.spec.name}-{rank % cards}" if cards > 1 else ""
+        environment = rank_environment(rank, nodes, cards)
+        tasks.append(Task(node, [sys.executable, "-m", "yuan_train", *words], environment, name))
     run_together(tasks, folder, timeout_seconds=timeout_seconds)
 
 
-def rank_environment(rank: int, nodes: Sequence[Node]) -> dict[str, str]:
-    """What torchrun would set for a rank of a run with one rank on each of `nodes`."""
+def rank_environment(rank: int, nodes: Sequence[Node], cards: int = 1) -> dict[str, str]:
+    """What torchrun would set for a rank of a run with so many on each of `nodes`."""
     return {
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(nodes)),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "WORLD_SIZE": str(len(nodes) * cards),
+        "LOCAL_RANK": str(rank % cards),
+        "LOCAL_WORLD_SIZE": str(cards),
         "MASTER_ADDR": nodes[0].address,
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -265,11 +269,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
     for row in rows:
         errors = [round_.error for round_ in row.rounds]
-        replayed = [
-            replay(row.plan, round_.cost, busy) / took - 1
-            for round_ in row.rounds
-            for busy, took in zip(round_.busy, round_.seconds, strict=True)
-        ]
+        replayed = [error for round_ in row.rounds for error in round_.replayed_errors]
         lines.append(
             f"| {row.name} | {_cut(row.plan)} | {row.forecast:.3f} | {row.median:.3f} "
             f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {statistics.median(errors):+.1%} "

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,16 +17,17 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tools.testbed.nodes import MOUNTS, find_quotas, load_nodes, make_nodes, write_ssh
-from yuan_train.config.errors import TrainingError, YuanError
+from tools.testbed.nodes import MOUNTS, ended_well, find_quotas, load_nodes, make_nodes, write_ssh
+from yuan_train.config.errors import TrainingError
 
 HERE = Path(__file__).parent
 STEP = re.compile(r"\| step +1/")
 STARTED = re.compile(r"^\[\d+/\d+, \d+ s\] \$ yuan-train (\w[\w-]*)")
 
 
+@ended_well
 def main() -> int:
-    """Run it and print. The exit code is 2 where there can be no testbed."""
+    """Run it and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,24 +37,19 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("words", nargs="*", help="further words of `up`: overrides")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with (
-            tempfile.TemporaryDirectory() as scratch,
-            make_nodes(load_nodes(options.nodes)) as nodes,
-            ExitStack() as cleanup,
-        ):
-            # The machine to start from competes with other programs as little as the nodes do.
-            group = find_quotas(MOUNTS).add(f"yt{os.getpid()}-starter", 1.0, cleanup)
-            ssh = Path(scratch) / "ssh-to-testbed"
-            write_ssh(nodes, ssh)
-            hosts = ",".join(node.address for node in nodes)
-            words = ["--hosts", hosts, "--ssh", str(ssh), "--out", str(Path(scratch) / "up"), "--steps", "3"]
-            words += ["--model", options.model, "--data", options.data, *options.words]
-            found = measure(words, group / "cgroup.procs")
-    except YuanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        make_nodes(load_nodes(options.nodes)) as nodes,
+        ExitStack() as cleanup,
+    ):
+        # The machine to start from competes with other programs as little as the nodes do.
+        group = find_quotas(MOUNTS).add(f"yt{os.getpid()}-starter", 1.0, cleanup)
+        ssh = Path(scratch) / "ssh-to-testbed"
+        write_ssh(nodes, ssh)
+        hosts = ",".join(node.address for node in nodes)
+        words = ["--hosts", hosts, "--ssh", str(ssh), "--out", str(Path(scratch) / "up"), "--steps", "3"]
+        words += ["--model", options.model, "--data", options.data, *options.words]
+        found = measure(words, group / "cgroup.procs")
     if options.json:
         print(json.dumps(found))
     rest = found["first_step"] - found["profile"]
