@@ -423,9 +423,9 @@ def _make(scene: Scene, fault: MakeFault, chance: random.Random, *, is_of_ranks:
     """Make a fault of a node that there is: one that has ranks, or else an agent. Returns its name."""
 
     def found() -> list[str] | None:
-        here = [node for node in scene.cards if _has_ranks(node, scene.folder)]
+        here = [node for node in scene.cards if _has(ranks_of, node, scene.folder)]
         if not is_of_ranks and not (here and scene.quiet):
-            here = [node for node in scene.cards if _has_agent(node, scene.folder)]
+            here = [node for node in scene.cards if _has(group_of, node, scene.folder)]
         return here or None
 
     while True:
@@ -450,17 +450,10 @@ def _torn(folder: Path) -> list[int]:
     return [step for step in found if any(faults_of(saved / step_name(step)))]
 
 
-def _has_ranks(node: str, folder: Path) -> bool:
-    """Whether a node takes part: it may wait to be let in, or for its agent."""
+def _has(find: Callable[[str, Path], object], node: str, folder: Path) -> bool:
+    """Whether a node has ranks, or an agent: it may wait to be let in, or for its agent."""
     try:
-        return bool(ranks_of(node, folder))
-    except AssertionError:
-        return False
-
-
-def _has_agent(node: str, folder: Path) -> bool:
-    try:
-        return bool(group_of(node, folder))
+        return bool(find(node, folder))
     except AssertionError:
         return False
 

@@ -278,14 +278,11 @@ def measure(work: Work, scale: float) -> float:
         save()
         save()
         clock.compute(work.backward * scale)
-    if work.beside:
-        _update_beside(work, scale, clock, chunks, reduced, weights)
-    else:
-        _update_in_turn(work, scale, clock, chunks, reduced, weights)
+    _update(work, scale, clock, chunks, reduced, weights)
     return time.perf_counter() - began
 
 
-def _update_beside(
+def _update(
     work: Work,
     scale: float,
     clock: SleepClock,
@@ -293,40 +290,22 @@ def _update_beside(
     reduced: torch.Tensor,
     weights: torch.Tensor,
 ) -> None:
-    """As `train/optimizer.py`: the card's part has been enqueued, and the host goes on chunk by chunk."""
+    """Beside each other as `train/optimizer.py` does it: the card's part has been enqueued, and the host goes
+    on chunk by chunk. Else gradients, steps and weights in turn."""
     card_ends = time.perf_counter() + work.card_step * scale
     for chunk in chunks:
         chunk.start_gradient(reduced)
-    for chunk in chunks:
+    for group in [[chunk] for chunk in chunks] if work.beside else [chunks]:
         with clock.pause():
-            chunk.finish_gradient()
-        clock.compute(work.host_step * scale / CHUNKS)
-        chunk.start_weights(weights)
+            for chunk in group:
+                chunk.finish_gradient()
+        clock.compute(work.host_step * scale * len(group) / CHUNKS)
+        for chunk in group:
+            chunk.start_weights(weights)
     with clock.pause():
         for chunk in chunks:
             chunk.finish_weights()
         time.sleep(max(0.0, card_ends - time.perf_counter()))
-
-
-def _update_in_turn(
-    work: Work,
-    scale: float,
-    clock: SleepClock,
-    chunks: list[HostChunk],
-    reduced: torch.Tensor,
-    weights: torch.Tensor,
-) -> None:
-    for chunk in chunks:
-        chunk.start_gradient(reduced)
-    with clock.pause():
-        for chunk in chunks:
-            chunk.finish_gradient()
-    clock.compute(work.host_step * scale)
-    for chunk in chunks:
-        chunk.start_weights(weights)
-    with clock.pause():
-        for chunk in chunks:
-            chunk.finish_weights()
 
 
 def _rate(num_bytes: int, seconds: float) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -76,25 +77,28 @@ def activations(ratio: float, resident: int, seconds: float) -> Row:
 
 def forecast(copies: RankProgram, seconds: float, copy_seconds: float) -> Simulation:
     """The step in virtual time."""
-    times = StageTimes(
-        forward_seconds=(PARTS * seconds,),
-        backward_seconds=(2 * PARTS * seconds,),
-        send_activation_seconds=(),
-        send_gradient_seconds=(),
-        parts=(
-            PartTimes(
-                forward_seconds=(seconds,) * PARTS,
-                backward_seconds=(2 * seconds,) * PARTS,
-                copy_seconds=(copy_seconds,) * PARTS,
-            ),
-        ),
+    parts = PartTimes(
+        forward_seconds=(seconds,) * PARTS,
+        backward_seconds=(2 * seconds,) * PARTS,
+        copy_seconds=(copy_seconds,) * PARTS,
     )
+    times = replace(_times(seconds), parts=(parts,))
     return simulate_schedule(
         "1f1b",
         times,
         num_micro_batches=MICRO_BATCHES,
         in_flight=(IN_FLIGHT,),
         copies={0: group_copies(copies)},
+    )
+
+
+def _times(seconds: float) -> StageTimes:
+    """Of a worker alone, whose parts take so long, and twice as long backward."""
+    return StageTimes(
+        forward_seconds=(PARTS * seconds,),
+        backward_seconds=(2 * PARTS * seconds,),
+        send_activation_seconds=(),
+        send_gradient_seconds=(),
     )
 
 
@@ -158,13 +162,7 @@ def forecast_pages(groups: PagedGroups, seconds: float, copy_seconds: float, gro
         weight_seconds=(copy_seconds,) * PARTS,
         gradient_seconds=(copy_seconds,) * PARTS,
     )
-    times = StageTimes(
-        forward_seconds=(PARTS * seconds,),
-        backward_seconds=(2 * PARTS * seconds,),
-        send_activation_seconds=(),
-        send_gradient_seconds=(),
-        pages=(own,),
-    )
+    times = replace(_times(seconds), pages=(own,))
     return simulate_schedule("1f1b", times, num_micro_batches=MICRO_BATCHES, group=group, pages={0: groups})
 
 
