@@ -9,11 +9,11 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yuan_train.cli.doctor_nodes import ask_nodes, differences
+from yuan_train.cli.doctor_nodes import ask_nodes, difference_words, differences
 from yuan_train.config.errors import ConfigError
 from yuan_train.machine.hosts import SRUN, parse_hosts, slurm_parts
 from yuan_train.machine.node_text import describe
@@ -91,14 +91,10 @@ def cluster_text(name: str, found: Mapping[str, Facts]) -> tuple[str, list[str]]
     lines = [HEAD + f"name: {name}", "nodes:", *(line for node in nodes for line in node.lines)]
     if types:
         lines += ["device_types:", *(line for text in types.values() for line in text.splitlines())]
-    notes = [*_unlike(found), *(f"{node.name}: {note}" for node in nodes for note in node.notes)]
+    notes = [difference_words(*unlike) for unlike in differences(found).items()]
+    notes += [f"{node.name}: {note}" for node in nodes for note in node.notes]
     lines += ["# What to know of these machines:", *(f"# - {note}" for note in notes)] if notes else []
     return "\n".join(lines) + "\n", notes
-
-
-def _unlike(found: Mapping[str, Facts]) -> Iterator[str]:
-    for what, by_value in differences(found).items():
-        yield f"{what} differs: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())
 
 
 def _write_checked(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from yuan_train import __version__
 from yuan_train.cli.doctor_nodes import ask_nodes, node_lines, obstacles
 from yuan_train.cli.plan_nodes import nodes_of
 from yuan_train.cli.preflight import check, see_host, summary, words
-from yuan_train.config.errors import ConfigError
+from yuan_train.config.errors import ConfigError, DiskError
 from yuan_train.config.express import INSTALL, TESTED
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import load_run
@@ -463,7 +463,6 @@ def host_line(host: Facts) -> str:
 
 def disk_facts(directory: str | None) -> Facts:
     """Of `memory.disk_directory`: whether a rank could keep its state there now, and how."""
-    from yuan_train.config.errors import DiskError
     from yuan_train.parallel.tiers.disk import PAGE, DiskFile
 
     facts: Facts = {"directory": directory, "fault": None, "is_direct": None, "free_bytes": None}

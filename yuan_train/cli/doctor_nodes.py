@@ -89,6 +89,9 @@ def node_lines(found: Mapping[str, Facts | str]) -> Iterator[str]:
         yield f"{node}: {f'not reached: {facts}' if isinstance(facts, str) else facts['summary']}"
     reached = {node: facts for node, facts in found.items() if not isinstance(facts, str)}
     for name, by_value in differences(reached).items():
-        advice = f" ({MUST_AGREE[name]})" if name in MUST_AGREE else ""
-        values = "; ".join(f"{value} on {', '.join(nodes)}" for value, nodes in by_value.items())
-        yield f"{name} differs: {values}{advice}"
+        yield difference_words(name, by_value) + (f" ({MUST_AGREE[name]})" if name in MUST_AGREE else "")
+
+
+def difference_words(name: str, by_value: Mapping[str, Sequence[str]]) -> str:
+    """What differs, with the machines of each value."""
+    return f"{name} differs: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())

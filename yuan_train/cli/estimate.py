@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yuan_train.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -58,7 +60,6 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 0 whether it fits or not. Raises ConfigError for wrong input."""
     from yuan_train.config.devices import CATALOGUE, find_card, suggest_cards
-    from yuan_train.config.errors import ConfigError
     from yuan_train.estimate import text as report
 
     if arguments.plan:
@@ -93,7 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_roles(arguments: argparse.Namespace) -> int:
     """Every role of an RL plan. Raises ConfigError if something else is asked for as well."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.rl_plan import load_rl_plan
     from yuan_train.estimate.roles import plan_memory
     from yuan_train.estimate.text import roles_memory_json, roles_memory_text
@@ -115,7 +115,6 @@ def _print_roles(arguments: argparse.Namespace) -> int:
 
 def _cases(arguments: argparse.Namespace) -> list[MemoryCase]:
     """The case of the method that was asked for, or of each that the engine has."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import ModelConfig
     from yuan_train.estimate.memory import MemoryCase
 
@@ -173,7 +172,6 @@ def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelSha
     Without a wish it is TRL's, as far as its layer is one that TRL trains. Raises ConfigError if the engine
     does not have such a layer.
     """
-    from yuan_train.config.errors import ConfigError
     from yuan_train.estimate.shape import ModelShape, shape_of
 
     if engine == "yuan":
@@ -201,7 +199,6 @@ def read_model(name: str) -> ModelShape | ModelConfig:
     Raises ConfigError if there is none, or if its layer is not known.
     """
     from yuan_train.config.document import read_document
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import is_published, load_model, locate_model, published_name
     from yuan_train.estimate.shape import PUBLISHED_SHAPES, has_shape, shape_from_config
 

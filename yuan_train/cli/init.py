@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from yuan_train.config.errors import ConfigError
+
 KINDS = {
     "pretrain": "run",
     "sft": "run",
@@ -29,7 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from yuan_train.config.document import CONFIGS
-    from yuan_train.config.errors import ConfigError
 
     kind: str = arguments.kind
     path = Path(arguments.out or f"{kind}.yaml")

@@ -14,6 +14,8 @@ import shutil
 import textwrap
 from typing import TYPE_CHECKING
 
+from yuan_train.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from yuan_train.report.keys import Key
 
@@ -33,7 +35,6 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print. Raises ConfigError if no key begins so."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.report.keys import KINDS, file_keys, schema_text
 
     what: list[str] = arguments.what
@@ -62,7 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _anywhere(prefix: str) -> dict[str, tuple[Key, ...]]:
     """The kinds of files that have such keys, with them. Raises ConfigError if none has."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.report.keys import KINDS, file_keys
 
     found: dict[str, tuple[Key, ...]] = {}

@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from yuan_train.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from yuan_train.config.cluster import Cluster
     from yuan_train.config.document import Document
@@ -220,7 +222,6 @@ def _find_plan(
     problem: PlanProblem, arguments: argparse.Namespace, run_config: RunConfig
 ) -> tuple[PlanProblem, SearchResult, Rent | None]:
     """The best plan, its problem, which `--largest` changes, and what parts of the cluster cost, if asked."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.planner.search.saves import search_beside_saves, with_saves
     from yuan_train.planner.search.what_if import find_largest, rent_plan
 
@@ -293,7 +294,6 @@ def read_run_config(config: str | None, model: str | None, overrides: tuple[str,
 
     Raises ConfigError if neither file is given, or if both are and name different models.
     """
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.model import load_model
     from yuan_train.config.run import load_run
 
@@ -347,7 +347,6 @@ def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
 
 def _default_values(model: Document) -> dict[str, object]:
     """A run without data; position resets are off: they need a tokenizer and add nothing to a plan's cost."""
-    from yuan_train.config.errors import ConfigError
 
     if not isinstance(model.value, dict):
         raise ConfigError(f"{model.name}: wanted keys and values")
@@ -371,7 +370,6 @@ def _differences(given: ModelConfig, named: ModelConfig) -> str:
 def plan_roles(arguments: argparse.Namespace) -> int:
     """Search, write, print. Raises ConfigError for wrong input, NoPlanFits if no placement fits."""
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.load import write_text
     from yuan_train.config.profile import read_profiles
     from yuan_train.config.rl import load_rl

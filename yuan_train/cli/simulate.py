@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from yuan_train.config.errors import ConfigError, PlanError
+
 if TYPE_CHECKING:
     from yuan_train.config.cluster import Card, Cluster, Sends
     from yuan_train.config.model import ModelConfig
@@ -63,7 +65,6 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, write the trace. Raises PlanError if the stage times are not known."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.rl_plan import names_rl_plan
 
     if arguments.plan and names_rl_plan(arguments.plan):
@@ -98,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read_plan(arguments: argparse.Namespace) -> Plan:
     """The plan file, or the plan of a hand-made cut over the cluster's cards in their order."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.plan_constraints import load_plan
 
     given = [name for name in ("plan", "layout", "blocks") if getattr(arguments, name)]
@@ -119,7 +119,6 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     """
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
-    from yuan_train.config.errors import ConfigError, PlanError
     from yuan_train.config.express import read_blocks, read_layout
     from yuan_train.config.plan import PipelinePlan, StagePlan
     from yuan_train.config.plan_constraints import validate_plan
@@ -220,7 +219,6 @@ def simulate_forecast(plan: Plan, *, sends: Sends = "overlapped") -> list[Simula
 
 
 def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:
-    from yuan_train.config.errors import PlanError
     from yuan_train.planner.evaluate.simulator import StageTimes
 
     known = {(s.pipeline, s.stage): s for s in plan.forecast.stages} if plan.forecast else {}
@@ -341,7 +339,6 @@ def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
 
 def simulate_roles(arguments: argparse.Namespace) -> int:
     """Play, print, write the trace. Raises PlanError if the plan has no forecast and no cluster is given."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.rl_plan import load_rl_plan
 
     plan = load_rl_plan(arguments.plan)
@@ -380,7 +377,6 @@ def _priced(arguments: argparse.Namespace, plan: RlPlan) -> Play:
 
 def _of_forecast(plan: RlPlan) -> Play:
     """The flow with the seconds of the plan's forecast."""
-    from yuan_train.config.errors import PlanError
     from yuan_train.planner.roles.play import FlowTimes, play
 
     forecast, shared = plan.forecast, plan.roles.generation.is_shared

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yuan_train.config.errors import ConfigError, PlanError
+
 if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
     from yuan_train.schedule.trace import Event, Span, TimedStep, TraceThread
@@ -30,7 +32,6 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge, print a line per rank, write. Raises ConfigError or PlanError."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.load import write_text
     from yuan_train.schedule.trace import trace_events, trace_text, whole_arrows
 
@@ -58,7 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _draw(path: str, events: Sequence[Event], steps: Mapping[int, object], step: int | None) -> None:
     """Write the picture of a step. Raises ConfigError if it was not traced."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.load import write_text
     from yuan_train.report.trace_picture import draw_step
 
@@ -97,7 +97,6 @@ class RankTrace:
 
 def read_traces(directory: Path) -> tuple[Plan, list[RankTrace]]:
     """The plan of a run, and the trace of each of its ranks. Raises ConfigError or PlanError."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.schedule.trace import trace_path
 
     plan, plan_file = _plan_of(directory)
@@ -130,7 +129,6 @@ def read_traces(directory: Path) -> tuple[Plan, list[RankTrace]]:
 
 def _plan_of(directory: Path) -> tuple[Plan, Path]:
     """The plan that was traced, of those that a run has had, and its file. Raises ConfigError, PlanError."""
-    from yuan_train.config.errors import ConfigError, PlanError
     from yuan_train.config.plan_constraints import load_plan, plan_digest, plans_in
     from yuan_train.schedule.trace import trace_path
 
@@ -158,7 +156,6 @@ def _plan_of(directory: Path) -> tuple[Plan, Path]:
 
 
 def _read_trace(path: Path) -> RankTrace:
-    from yuan_train.config.errors import ConfigError
 
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.show import add_run_options
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.signals import hearing
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM, or write the page once. Raises ConfigError for a directory that is none,
     a port that is taken, and with --once for a run without a finished step."""
     from yuan_train.cli.show import reader_of
-    from yuan_train.config.errors import ConfigError
     from yuan_train.config.load import write_text
     from yuan_train.report.run_page import run_html
 
@@ -81,7 +81,6 @@ def _show_again(reader: RunReader) -> int:
 
 def _show(reader: RunReader) -> None:
     """Print what `show` prints, over itself in a terminal."""
-    from yuan_train.config.errors import ConfigError
     from yuan_train.report.run_page import run_lines
 
     try:
@@ -121,7 +120,6 @@ class _Page:
         return found
 
     def _draw(self) -> str:
-        from yuan_train.config.errors import ConfigError
         from yuan_train.report.html import whole_page
         from yuan_train.report.run_page import run_html
 

@@ -13,7 +13,7 @@ import gc
 import itertools
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -358,10 +358,9 @@ def locate_cluster(name: str | Path) -> Path:
     known = names("cluster")
     if found := known.get(str(name).lower()):
         return found
-    raise ConfigError(f"{name}: no such file; {_wanted(str(name), list(known))}")
-
-
-def _wanted(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1)
+    close = difflib.get_close_matches(str(name).lower(), known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    return f"{hint}wanted {FILES['Cluster'][1]}, or a name of configs/cluster (has: {', '.join(known)})"
+    raise ConfigError(
+        f"{name}: no such file; {hint}wanted {FILES['Cluster'][1]}, or a name of configs/cluster (has: "
+        f"{', '.join(known)})"
+    )

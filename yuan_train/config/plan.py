@@ -304,6 +304,12 @@ class Plan:
         """Those of all pipelines."""
         return tuple(stage for pipeline in self.pipelines for stage in pipeline.stages)
 
+    @property
+    def numbered_stages(self) -> Iterator[tuple[int, int, StagePlan]]:
+        """Each stage, behind the number of its pipeline and its own there."""
+        for p, pipeline in enumerate(self.pipelines):
+            yield from ((p, s, stage) for s, stage in enumerate(pipeline.stages))
+
     def pipeline_of(self, rank: int) -> PipelinePlan:
         """The pipeline in which a rank works."""
         return next(pipeline for pipeline in self.pipelines if rank in pipeline.ranks)
@@ -390,17 +396,21 @@ def share_only_gloo(backends: Iterable[Backend]) -> bool:
 
 def single_card_plan(run: RunConfig) -> Plan:
     """The plan of a single process: the whole model on one card."""
-    stage = StagePlan(replicas=((0,),), layers=(0, run.model.num_layers), embedding=True, head=True)
-    size = run.train.micro_batch_size
-    pipeline = PipelinePlan(
-        micro_batch_size=size, num_micro_batches=run.train.global_batch_size // size, stages=(stage,)
-    )
+    size, batch = run.train.micro_batch_size, run.train.global_batch_size
+    return one_stage_plan(run.model, run.data.sequence_length, size=size, count=batch // size)
+
+
+def one_stage_plan(model: ModelConfig, length: int, *, width: int = 1, size: int = 1, count: int = 1) -> Plan:
+    """The plan of a whole model on a tensor-parallel group of this machine's cards, or on one card, for
+    `count` micro-batches of `size` sequences of `length` tokens."""
+    ranks = tuple(range(width))
+    stage = StagePlan(replicas=(ranks,), layers=(0, model.num_layers), embedding=True, head=True)
     return Plan(
-        model=run.model,
-        sequence_length=run.data.sequence_length,
-        global_batch_size=run.train.global_batch_size,
-        ranks=(RankPlan(rank=0, device="this machine", type=ANY_CARD),),
-        pipelines=(pipeline,),
+        model=model,
+        sequence_length=length,
+        global_batch_size=size * count,
+        ranks=tuple(RankPlan(rank=rank, device="this machine", type=ANY_CARD) for rank in ranks),
+        pipelines=(PipelinePlan(micro_batch_size=size, num_micro_batches=count, stages=(stage,)),),
     )
 
 

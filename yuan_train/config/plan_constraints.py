@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from yuan_train.config.document import format_keys, is_list, is_mapping, read_document
+from yuan_train.config.document import Document, format_keys, is_list, is_mapping, read_document
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.load import as_plain, build, dump, write_text
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
@@ -264,11 +264,10 @@ def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violati
 
 def _expert_constraints(plan: Plan) -> Iterator[Violation]:
     """Each replica of a stage has all experts."""
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            fault = _expert_fault(stage.experts, len(stage.replicas[0]), plan.model.num_experts)
-            if fault is not None:
-                yield Violation(("pipelines", p, "stages", s, "experts"), fault)
+    for p, s, stage in plan.numbered_stages:
+        fault = _expert_fault(stage.experts, len(stage.replicas[0]), plan.model.num_experts)
+        if fault is not None:
+            yield Violation(("pipelines", p, "stages", s, "experts"), fault)
 
 
 def _expert_fault(counts: Sequence[int] | None, width: int, num_experts: int) -> str | None:
@@ -351,15 +350,14 @@ def features_planned(plan: Plan) -> Iterator[Used]:
         yield "zero_bubble", ("schedule",), "zero_bubble"
     if plan.sequence_parallel:
         yield "sequence_parallel", ("sequence_parallel",), "true"
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            path = ("pipelines", p, "stages", s)
-            for tier in ("optimizer", "activation", "parameter"):
-                if count := getattr(stage, f"{tier}_offload"):
-                    name = tier if tier == "optimizer" else f"{tier}s"
-                    yield f"offload: {name}", (*path, f"{tier}_offload"), f"{count:g}: {tier}_offload"
-            if len(stage.replicas[0]) > 1:
-                yield "tensor", (*path, "replicas"), f"a replica of {len(stage.replicas[0])} ranks"
+    for p, s, stage in plan.numbered_stages:
+        path = ("pipelines", p, "stages", s)
+        for tier in ("optimizer", "activation", "parameter"):
+            if count := getattr(stage, f"{tier}_offload"):
+                name = tier if tier == "optimizer" else f"{tier}s"
+                yield f"offload: {name}", (*path, f"{tier}_offload"), f"{count:g}: {tier}_offload"
+        if len(stage.replicas[0]) > 1:
+            yield "tensor", (*path, "replicas"), f"a replica of {len(stage.replicas[0])} ranks"
 
 
 def check_compile(plan: Plan, run: RunConfig) -> None:
@@ -398,11 +396,15 @@ _KEPT = re.compile(r"plan(?:\.step-(\d+)(?:\.(\d+))?)?\.yaml")
 
 def load_plan(path: str | Path) -> Plan:
     """Read a plan. Raises PlanError with every violated constraint."""
+    return build(read_plan(path), Plan, validate=validate_plan, error=PlanError)
+
+
+def read_plan(path: str | Path) -> Document:
+    """The keys of a plan of one model or of several roles. Raises PlanError if it cannot be read."""
     try:
-        document = read_document(path, "Plan")
+        return read_document(path, "Plan")
     except ConfigError as error:
         raise PlanError(str(error)) from None
-    return build(document, Plan, validate=validate_plan, error=PlanError)
 
 
 def save_plan(path: str | Path, plan: Plan) -> None:

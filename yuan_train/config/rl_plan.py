@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from yuan_train.config.document import Document, Keys, is_mapping, read_document
-from yuan_train.config.errors import ConfigError, PlanError, Violation
-from yuan_train.config.load import build, dump, write_text
+from yuan_train.config.document import Document, Keys, is_mapping
+from yuan_train.config.errors import PlanError, Violation
+from yuan_train.config.load import build, dump, key_of, write_text
 from yuan_train.config.plan import Plan, RankPlan
-from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.plan_constraints import read_plan, validate_plan
 from yuan_train.config.rl import RLConfig
 
 RoleName = Literal["policy", "generation", "reference", "reward", "critic"]
@@ -214,18 +214,14 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
     for name in ("reference", "reward"):
         if name in plan.plans:
             yield from _untrained(("roles", name, "plan"), plan.plans[name])
-    reference = plan.roles.reference
-    if reference is not None and (reference.where is None) == (reference.plan is None):
-        given = "both" if reference.plan is not None else "neither"
-        yield Violation(
-            ("roles", "reference"), f"{given} of where and plan; give `where: host`, or a plan of its own"
-        )
     critic = plan.roles.critic
-    if critic is not None and (critic.with_ is None) == (critic.plan is None):
-        given = "both" if critic.plan is not None else "neither"
-        yield Violation(
-            ("roles", "critic"), f"{given} of with and plan; give `with: policy`, or a plan of its own"
-        )
+    for name, field_name, place in (("reference", "where", "host"), ("critic", "with_", "policy")):
+        role, key = getattr(plan.roles, name), key_of(field_name)
+        if role is not None and (getattr(role, field_name) is None) == (role.plan is None):
+            given = "both" if role.plan is not None else "neither"
+            yield Violation(
+                ("roles", name), f"{given} of {key} and plan; give `{key}: {place}`, or a plan of its own"
+            )
     if critic is not None and critic.with_ is not None:
         # What a policy's stage keeps on its host a critic's would keep there too, which is not there yet.
         why = "a critic's stage keeps nothing on the host; leave it out"
@@ -235,12 +231,11 @@ def validate_rl_plan(plan: RlPlan) -> Iterator[Violation]:
 
 def _set_by_stages(path: Keys, plan: Plan, faults: Mapping[str, str]) -> Iterator[Violation]:
     """Yield the keys that a stage sets, of some that it may not: with what is wrong with each."""
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            for key, fault in faults.items():
-                if (value := getattr(stage, key)) not in (0, "none"):
-                    shown = value if isinstance(value, str) else f"{value:g}"
-                    yield Violation((*path, "pipelines", p, "stages", s, key), f"{shown}: {fault}")
+    for p, s, stage in plan.numbered_stages:
+        for key, fault in faults.items():
+            if (value := getattr(stage, key)) not in (0, "none"):
+                shown = value if isinstance(value, str) else f"{value:g}"
+                yield Violation((*path, "pipelines", p, "stages", s, key), f"{shown}: {fault}")
 
 
 def _mode_constraints(plan: RlPlan) -> Iterator[Violation]:
@@ -342,19 +337,12 @@ def is_rl_plan(document: Document) -> bool:
 
 def load_rl_plan(path: str | Path) -> RlPlan:
     """Read an RL plan. Raises PlanError with every violated constraint."""
-    return build(_read(path), RlPlan, validate=validate_rl_plan, error=PlanError)
+    return build(read_plan(path), RlPlan, validate=validate_rl_plan, error=PlanError)
 
 
 def names_rl_plan(path: str | Path) -> bool:
     """Whether a file is an RL plan. Raises PlanError if it cannot be read."""
-    return is_rl_plan(_read(path))
-
-
-def _read(path: str | Path) -> Document:
-    try:
-        return read_document(path, "Plan")
-    except ConfigError as error:
-        raise PlanError(str(error)) from None
+    return is_rl_plan(read_plan(path))
 
 
 def save_rl_plan(path: str | Path, plan: RlPlan) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import Simulated
-from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import one_stage_plan
 from yuan_train.config.profile import BatchProfile, GenerationProfile
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.prompts import Prompt
@@ -114,15 +114,7 @@ def _numbers_of_slots(case: ProfileCase, run: RLConfig, layers: int, length: int
 def _make_depth(case: ProfileCase, layers: int) -> RankRuntime:
     """A model of some layers, whole on this rank's tensor-parallel group."""
     model = replace(case.model, num_layers=layers)
-    ranks = tuple(range(case.width))
-    stage = StagePlan(replicas=(ranks,), layers=(0, layers), embedding=True, head=True)
-    plan = Plan(
-        model=model,
-        sequence_length=case.sequence_length,
-        global_batch_size=1,
-        ranks=tuple(RankPlan(rank=rank, device="this machine", type=ANY_CARD) for rank in ranks),
-        pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=(stage,)),),
-    )
+    plan = one_stage_plan(model, case.sequence_length, width=case.width)
     sharding, row_blocks = sharding_of(model)
     spec = ShardSpec(sharding, row_blocks, case.position, case.width)
     choose_ops(model, case.device.torch, case.dtype)

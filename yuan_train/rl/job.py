@@ -193,19 +193,18 @@ def check_supported(run: RLConfig, plan: Plan | None, roles: RlPlan | None = Non
         )
     if faults:
         raise ConfigError("\n".join(faults))
-    for p, pipeline in enumerate(plan.pipelines if plan is not None else ()):
-        for s, stage in enumerate(pipeline.stages):
-            away = (stage.optimizer_offload, stage.activation_offload, stage.parameter_offload)
-            if run.critic is not None and any(away):
-                raise PlanError(
-                    f"pipelines[{p}].stages[{s}]: what a critic's stage keeps on the host is not there yet; "
-                    "plan again without memory tiers in search.policy, or use grpo"
-                )
-            if any(edge % 1 for edge in stage.layers):
-                raise PlanError(
-                    f"pipelines[{p}].stages[{s}].layers: {list(stage.layers)}: half a layer does not "
-                    "generate; plan again with search.policy.half_layers: false"
-                )
+    for p, s, stage in plan.numbered_stages if plan is not None else ():
+        away = (stage.optimizer_offload, stage.activation_offload, stage.parameter_offload)
+        if run.critic is not None and any(away):
+            raise PlanError(
+                f"pipelines[{p}].stages[{s}]: what a critic's stage keeps on the host is not there yet; "
+                "plan again without memory tiers in search.policy, or use grpo"
+            )
+        if any(edge % 1 for edge in stage.layers):
+            raise PlanError(
+                f"pipelines[{p}].stages[{s}].layers: {list(stage.layers)}: half a layer does not "
+                "generate; plan again with search.policy.half_layers: false"
+            )
 
 
 def read_file(file: str, run: RLConfig, tokenizer: Tokenizer | None) -> list[Prompt]:

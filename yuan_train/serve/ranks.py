@@ -20,7 +20,7 @@ from yuan_train.checkpoint.hf import open_model, resets_of
 from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.config.errors import ConfigError, PlanError, YuanError
 from yuan_train.config.load import as_plain
-from yuan_train.config.plan import ANY_CARD, PipelinePlan, Plan, RankPlan, StagePlan
+from yuan_train.config.plan import Plan, one_stage_plan
 from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.slots import DocumentRules
@@ -118,7 +118,7 @@ def prepare_serve(
     model = checkpoint.model
     check_served(checkpoint)
     if plan is None:
-        plan, found = whole_model_plan(checkpoint, limits), choose_device(device, position)
+        plan, found = one_stage_plan(model, limits.max_length), choose_device(device, position)
     else:
         check_served_plan(plan, checkpoint)
         found = choose_planned(device, plan.ranks, position, plan.find_type)
@@ -152,32 +152,18 @@ def check_served(checkpoint: Checkpoint) -> None:
 def check_served_plan(plan: Plan, checkpoint: Checkpoint) -> None:
     """Raise YuanError for a plan of another model, or one that cannot generate."""
     check_same_model(checkpoint, plan.model)
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            where = f"pipelines[{p}].stages[{s}]"
-            if any(edge % 1 for edge in stage.layers):
-                raise PlanError(
-                    f"{where}.layers: {list(stage.layers)}: half a layer does not generate; plan again with "
-                    "search.half_layers: false"
-                )
-            if stage.parameter_offload:
-                raise PlanError(
-                    f"{where}.parameter_offload: {stage.parameter_offload}: weights that stay on the host do "
-                    "not generate; plan again with search.offload: [optimizer, activations]"
-                )
-
-
-def whole_model_plan(checkpoint: Checkpoint, limits: Limits) -> Plan:
-    """The plan of a single process."""
-    model = checkpoint.model
-    stage = StagePlan(replicas=((0,),), layers=(0, model.num_layers), embedding=True, head=True)
-    return Plan(
-        model=model,
-        sequence_length=limits.max_length,
-        global_batch_size=1,
-        ranks=(RankPlan(rank=0, device="this machine", type=ANY_CARD),),
-        pipelines=(PipelinePlan(micro_batch_size=1, num_micro_batches=1, stages=(stage,)),),
-    )
+    for p, s, stage in plan.numbered_stages:
+        where = f"pipelines[{p}].stages[{s}]"
+        if any(edge % 1 for edge in stage.layers):
+            raise PlanError(
+                f"{where}.layers: {list(stage.layers)}: half a layer does not generate; plan again with "
+                "search.half_layers: false"
+            )
+        if stage.parameter_offload:
+            raise PlanError(
+                f"{where}.parameter_offload: {stage.parameter_offload}: weights that stay on the host do "
+                "not generate; plan again with search.offload: [optimizer, activations]"
+            )
 
 
 def slots_of(plan: Plan, slots: int) -> list[int]:

@@ -224,12 +224,7 @@ def needs_of(plan: Plan, rank: int) -> Needs | None:
     """What a rank takes with all its stages; None without a forecast of them."""
     if plan.forecast is None:
         return None
-    own = {
-        (p, s)
-        for p, pipeline in enumerate(plan.pipelines)
-        for s, stage in enumerate(pipeline.stages)
-        if rank in stage.ranks
-    }
+    own = {(p, s) for p, s, stage in plan.numbered_stages if rank in stage.ranks}
     stages = [stage for stage in plan.forecast.stages if (stage.pipeline, stage.stage) in own]
     if not stages:
         return None

@@ -135,16 +135,13 @@ def published_config(model: ModelConfig, how: Publishing) -> dict[str, Any]:
 
     Raises CheckpointError for a mixture that Mixtral's class does not compute.
     """
-    if model.num_experts:
-        derived = _mixtral(model)
-        return decoder_config(model, how, derived)
-    derived = {
+    plain = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
         "mlp_bias": False,
     }
-    return decoder_config(model, how, derived)
+    return decoder_config(model, how, _mixtral(model) if model.num_experts else plain)
 
 
 def _mixtral(model: ModelConfig) -> dict[str, Any]:

@@ -45,17 +45,13 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
 def published_config(model: ModelConfig, how: Publishing) -> dict[str, Any]:
     """The `config.json` of a model, which transformers reads by itself; it has no word for resets."""
     release = 3 if model.query_key_norm else 2
-    if model.num_experts:
-        derived = _mixture(model)
-        return decoder_config(model, how, derived)
-    derived = {
+    plain = {
         "model_type": f"qwen{release}",
         "architectures": [f"Qwen{release}ForCausalLM"],
         "use_sliding_window": False,
+        **({"attention_bias": False} if release == 3 else {}),
     }
-    if release == 3:
-        derived["attention_bias"] = False
-    return decoder_config(model, how, derived)
+    return decoder_config(model, how, _mixture(model) if model.num_experts else plain)
 
 
 def _mixture(model: ModelConfig) -> dict[str, Any]:
