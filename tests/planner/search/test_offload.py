@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import HostProfile, Profile, merge_profiles
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.report.terminal import plan_table
 from yuan_train.planner.search.candidate import beside_cards
+from yuan_train.planner.search.drafts import GOING_ON, search_space
 from yuan_train.planner.search.paged import STEPS
 
 BIG = replace(MODEL, num_layers=8, hidden_size=512, ffn_hidden_size=2048)
@@ -283,3 +286,19 @@ def two_pipelines(given, count, share):
         for i, (number, own) in enumerate(parts)
     )
     return plan_on(given, *made, optimizer_sharding=True)
+
+
+@pytest.mark.parametrize("recomputed", [3, 0])
+def test_hosts_are_searched_further_where_cards_are_short_of_memory(recomputed: int) -> None:
+    """Even where a short search of them is a little slower than a long one of cards alone: a long one of
+    hosts need not be."""
+    draft, asked = core.DraftTable(num_stages=1), list[tuple[bool, float]]()
+    draft.stages = (core.StageRow * 1)(core.StageRow(width=1, num_replicas=1, num_recomputed=recomputed))
+
+    def run(space: core.SpaceTable, share: float, *_: Any, **__: Any) -> list[tuple[float, core.DraftTable]]:
+        asked.append((bool(space.may_offload), share))
+        return [(1.01 if space.may_offload else 1.0, draft)]
+
+    search: Any = SimpleNamespace(run=run, tables=SimpleNamespace(problem=SimpleNamespace(num_cards=1)))
+    search_space(search, core.SpaceTable(schedules=1, may_offload=1), [draft], keeps_to_cards=False)
+    assert ((True, GOING_ON) in asked) == (recomputed > 0)

@@ -28,14 +28,12 @@ BUDGET_PER_CARD, LEAST_BUDGET = 20_000, 600_000
 """Of a search, for each card, and at least: a draft that is priced whole takes 4 of it, one that is longer
 than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
-"""At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us. A search looks at no clock, so
-that equal input gives equal plans."""
+"""At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us."""
 NUM_RESTARTS, MORE_RESTARTS, RESTART = 6, 16, 1 / 40
 """Searches under each set of schedules that know nothing of each other, those that follow under the better
 set, and the part of the budget that each takes."""
 SMALL_CARDS, SMALL_TIMES = 8, 6
-"""Cards up to which there are so many times the restarts, each half as long: they take little there, and a
-long one ends in the same structure as a short one."""
+"""Cards up to which there are so many times the restarts, half as long: long ones end in like structures."""
 GOING_ON, LEAST_ROUNDS, MOST_ROUNDS, LEAST_GAIN = 1 / 4, 2, 5, 1e-3
 """Part of the budget that goes on from the fastest drafts in a round, how many rounds there are, and what one
 must gain for there to be a further one."""
@@ -51,8 +49,7 @@ NUM_JUDGED, NEAR = 20, 1.004
 NUM_JUDGED_BESIDE = 5
 """The same of those with something on hosts, of which `cost_plan` places copy after copy."""
 FIRST_SEED = 300
-"""Of the random numbers of the searches, which count on from it. Between three that were
-tried steps differ by 4 % in the mean of ten clusters that were hard to search, by 10.5 % at most."""
+"""Of the random numbers of the searches, which count on from it; docs/benchmarks-planner.md tried three."""
 VIRTUAL = 1 << NAMES.index("interleaved_1f1b")
 ANY = 2**64 - 1
 """The set of all counts."""
@@ -116,10 +113,8 @@ def draft_of_shape(tables: Tables, shape: Shape) -> core.DraftTable | None:
     lines = [core.PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
     draft = core.DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
     draft.num_pipelines, draft.num_stages = len(lines), len(rows)
-    draft.pipelines, draft.stages = (
-        (core.PipelineRow * len(lines))(*lines),
-        (core.StageRow * len(rows))(*rows),
-    )
+    draft.pipelines = (core.PipelineRow * len(lines))(*lines)
+    draft.stages = (core.StageRow * len(rows))(*rows)
     return draft
 
 
@@ -180,16 +175,17 @@ def search_space(
     """
     plain = 1 << NAMES.index("1f1b")
     # Plans with virtual stages alone are split from others.
-    others = space.schedules & ~VIRTUAL or plain
+    others, only = space.schedules & ~VIRTUAL or plain, not space.schedules & ~VIRTUAL
     sets = list(dict.fromkeys((others & plain or others, others)))
     spaces = [space.changed(schedules=schedules, may_offload=0, may_send=0) for schedules in sets]
-    found, beside = _restarted(search, spaces), list[_Known]()
+    found, beside, later = _restarted(search, spaces), list[_Known](), list[list[_Known]]()
     found.append(search.run(spaces[0], OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
     on_cards = _continued(search, spaces[-1], found)
     if space.may_offload or space.may_send:
         hosts = space.changed(schedules=others)
         found = [search.run(hosts, RESTART, on_cards[:NUM_GIVEN], goes_on=True)]
-        if not on_cards or is_short(search.tables, on_cards[0][1]):
+        short = not on_cards or is_short(search.tables, on_cards[0][1])
+        if short:
             found += _restarted(search, [space.changed(schedules=schedules) for schedules in sets])
             for row in (row for draft in shaped for row in draft.stages[: draft.num_stages]):
                 row.may_offload = space.may_offload
@@ -198,15 +194,19 @@ def search_space(
         most = PROMISING_BESIDE if keeps_to_cards and on_cards else 1.0
         if beside and (not on_cards or beside[0][0] < most * on_cards[0][0]):
             beside = _continued(search, hosts, [*found, on_cards])
-    if not space.schedules & VIRTUAL:
-        return on_cards, beside
-    own = space.changed(schedules=VIRTUAL, may_send=0, may_offload=int(space.may_offload and not on_cards))
-    known = _fastest([*on_cards, *beside])
-    only = not space.schedules & ~VIRTUAL
-    split = search.run(own, RESTART, known[:NUM_GIVEN])
-    if split and (only or split[0][0] < PROMISING_VIRTUAL * known[0][0]):
-        split = _continued(search, own, [split])
-    return (split, []) if only else (_fastest([*on_cards, *split]), beside)
+        elif short:
+            later = [*found, on_cards]
+    if space.schedules & VIRTUAL:
+        own = space.changed(schedules=VIRTUAL, may_send=0, may_offload=space.may_offload * (not on_cards))
+        known = _fastest([*on_cards, *beside])
+        split = search.run(own, RESTART, known[:NUM_GIVEN])
+        if split and (only or split[0][0] < PROMISING_VIRTUAL * known[0][0]):
+            split = _continued(search, own, [split])
+        on_cards = split if only else _fastest([*on_cards, *split])
+    # Where memory is short, a short search of hosts says little of a long one.
+    if later and not only:
+        beside = _continued(search, space.changed(schedules=others), later)
+    return on_cards, [] if only else beside
 
 
 def _restarted(search: _Search, spaces: Sequence[core.SpaceTable]) -> list[list[_Known]]:
