@@ -59,7 +59,7 @@ SAME_NAMES = {
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
     "checkpoint": (10, 3004),
-    "cli": (32, 6515),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "cli": (32, 6513),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (17, 6461),  # signals, of seven commands; durations in words, rent; names of cards, cut once
     "data": (11, 3096),
     "estimate": (5, 1054),  # What `estimate` counts left the planner, which does not ask for it.

@@ -18,6 +18,8 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import DataConfig, OptimizerConfig, RunConfig, Source, TrainConfig
 
+TIMEOUT_SECONDS = 3600
+"""Of a command."""
 RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """The environment of a process that returns what it frees at once, to be told from what is in use."""
 
@@ -57,9 +59,11 @@ def wide_plan(run: RunConfig, pipelines: Sequence[Sequence[tuple[int, int]]], **
 def yuan_train(
     *words: str | Path, entry: str = "yuan_train", environment: Mapping[str, str] = {}
 ) -> subprocess.CompletedProcess[str]:
-    """Run a `yuan-train` command. Raises SystemExit with what it said if it fails."""
+    """Run a `yuan-train` command. Raises SystemExit with what it said if it fails, and TimeoutExpired
+    after TIMEOUT_SECONDS."""
     command = [sys.executable, "-m", entry, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    own = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=own, timeout=TIMEOUT_SECONDS)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])
     return done

@@ -347,7 +347,6 @@ def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
 
 def _default_values(model: Document) -> dict[str, object]:
     """A run without data; position resets are off: they need a tokenizer and add nothing to a plan's cost."""
-
     if not isinstance(model.value, dict):
         raise ConfigError(f"{model.name}: wanted keys and values")
     return {

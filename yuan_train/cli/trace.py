@@ -156,7 +156,6 @@ def _plan_of(directory: Path) -> tuple[Plan, Path]:
 
 
 def _read_trace(path: Path) -> RankTrace:
-
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         about = document["otherData"]

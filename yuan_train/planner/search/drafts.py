@@ -178,11 +178,11 @@ def search_space(
     others, only = space.schedules & ~VIRTUAL or plain, not space.schedules & ~VIRTUAL
     sets = list(dict.fromkeys((others & plain or others, others)))
     spaces = [space.changed(schedules=schedules, may_offload=0, may_send=0) for schedules in sets]
-    found, beside, later = _restarted(search, spaces), list[_Known](), list[list[_Known]]()
+    hosts, later = space.changed(schedules=others), list[list[_Known]]()
+    found, beside = _restarted(search, spaces), list[_Known]()
     found.append(search.run(spaces[0], OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
     on_cards = _continued(search, spaces[-1], found)
     if space.may_offload or space.may_send:
-        hosts = space.changed(schedules=others)
         found = [search.run(hosts, RESTART, on_cards[:NUM_GIVEN], goes_on=True)]
         short = not on_cards or is_short(search.tables, on_cards[0][1])
         if short:
@@ -205,7 +205,7 @@ def search_space(
         on_cards = split if only else _fastest([*on_cards, *split])
     # Where memory is short, a short search of hosts says little of a long one.
     if later and not only:
-        beside = _continued(search, space.changed(schedules=others), later)
+        beside = _continued(search, hosts, later)
     return on_cards, [] if only else beside
 
 
