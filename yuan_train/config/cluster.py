@@ -1,4 +1,4 @@
-"""Cluster files: cards, nodes and links. `planner/costs/topology.py` finds the link between two cards."""
+"""Cluster files: cards, nodes and links. `planner/costs/links.py` finds the link between two cards."""
 
 from __future__ import annotations
 

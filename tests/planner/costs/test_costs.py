@@ -16,9 +16,8 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, StageStart, for_cluster
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import unit_parameters
-from yuan_train.planner.costs.links import allreduce_seconds, message_seconds
+from yuan_train.planner.costs.links import allreduce_seconds, find_route, make_topology, message_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.planner.costs.topology import find_route, make_topology
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile
 from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
 from yuan_train.planner.evaluate.flows import edge_flows

@@ -19,11 +19,13 @@ from yuan_train.planner.costs.grad_reduce import (
 from yuan_train.planner.costs.links import (
     all_gather_seconds,
     allreduce_seconds,
+    find_route,
+    make_topology,
     message_seconds,
     reduce_scatter_seconds,
+    unmeasured,
 )
 from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.costs.topology import find_route, make_topology, unmeasured
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search_result import notes_of
 

@@ -22,10 +22,10 @@ from yuan_train.planner.costs.links import (
     allreduce_compute_seconds,
     allreduce_seconds,
     reduce_scatter_seconds,
+    uses_gloo,
 )
 from yuan_train.planner.costs.owners import PlanCards, unit_holders
 from yuan_train.planner.costs.plan_problem import Costs, Replica
-from yuan_train.planner.costs.topology import uses_gloo
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
 from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, TokenRows, half_shares, model_work
 from yuan_train.schedule.flow import group_units, is_halved

@@ -18,8 +18,13 @@ from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleN
 from yuan_train.planner.costs import unit_costs
 from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
 from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
-from yuan_train.planner.costs.links import all_gather_seconds, allreduce_seconds, reduce_scatter_seconds
-from yuan_train.planner.costs.topology import Topology, make_topology
+from yuan_train.planner.costs.links import (
+    Topology,
+    all_gather_seconds,
+    allreduce_seconds,
+    make_topology,
+    reduce_scatter_seconds,
+)
 from yuan_train.planner.costs.workload import (
     ELEMENT_BYTES,
     STATE_BYTES,

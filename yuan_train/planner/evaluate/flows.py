@@ -22,10 +22,9 @@ from typing import NamedTuple
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan, num_units
 from yuan_train.planner.costs.grad_reduce import BucketCost
-from yuan_train.planner.costs.links import broadcast_seconds, message_seconds
+from yuan_train.planner.costs.links import broadcast_seconds, find_route, message_seconds
 from yuan_train.planner.costs.owners import PlanCards, units_by_stage
 from yuan_train.planner.costs.plan_problem import Costs, Replica
-from yuan_train.planner.costs.topology import find_route
 from yuan_train.planner.costs.unit_costs import UnitCost
 from yuan_train.planner.evaluate.simulator import Simulation
 from yuan_train.planner.evaluate.stage_cost import StageCost

@@ -29,8 +29,8 @@ from yuan_train.planner.costs.host import (
     host_step_seconds,
     slot_bytes,
 )
+from yuan_train.planner.costs.links import Route, copy_seconds_per_byte, find_route
 from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
-from yuan_train.planner.costs.topology import Route, copy_seconds_per_byte, find_route
 from yuan_train.planner.costs.unit_costs import CardCosts
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.native import evaluator as core

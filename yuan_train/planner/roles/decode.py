@@ -28,8 +28,7 @@ from yuan_train.config.devices import Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.profile import GenerationProfile, Profile
-from yuan_train.planner.costs.links import allreduce_seconds
-from yuan_train.planner.costs.topology import Topology
+from yuan_train.planner.costs.links import Topology, allreduce_seconds
 from yuan_train.planner.costs.unit_costs import MEMORY_EFFICIENCY, UNIT_OVERHEAD_SECONDS, matrix_efficiency
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, TensorGroup, TokenRows, model_work
 from yuan_train.planner.evaluate.stage_cost import StageCost

@@ -14,8 +14,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision, usable_bytes
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import GenerationProfile
-from yuan_train.planner.costs.links import message_seconds
-from yuan_train.planner.costs.topology import Topology, find_route
+from yuan_train.planner.costs.links import Topology, find_route, message_seconds
 from yuan_train.planner.costs.workload import ELEMENT_BYTES
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.planner.roles import decode

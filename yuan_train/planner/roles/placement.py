@@ -13,9 +13,9 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
+from yuan_train.planner.costs.links import Topology
 from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, critic_of
-from yuan_train.planner.costs.topology import Topology
 from yuan_train.planner.costs.unit_costs import CardCosts, Source, card_costs
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, TokenRows
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
