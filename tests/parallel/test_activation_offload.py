@@ -16,7 +16,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.evaluate.tiers import leaving_activations
+from yuan_train.planner.evaluate.tiers import leaving_activations, program_shape
 from yuan_train.train import build
 
 OVERRIDES = ("train.steps=2", "data.sequence_length=48", "validation.every=2", "optimizer.bucket_size=1")
@@ -97,7 +97,11 @@ def test_a_card_keeps_what_was_forecast(
     plan = parse_plan(run, "1x8: 6@0", schedule="gpipe", recompute=recompute, **keys)
     cards = cluster(Card=(1, card()))
     given = problem(cards, model=run.model, sequence_length=64, global_batch_size=8, precision="fp32")
-    forecast = leaving_activations(make_costs(given), plan, 0, 0, cards.cards)
+    costs, (one,) = make_costs(given), cards.cards
+    units = costs.of_stage(plan, (one,), 1, plan.stages[0])
+    shape = program_shape(plan, 0)
+    forecast = leaving_activations(plan, 0, 0, shape, units, [costs.host_of(one)])
+    assert forecast is not None
     run_alone(Case(run_file, tmp_path, plan, overrides))
     # What is too small to leave is forecast too.
     assert 0.98 * forecast.card_bytes < made[0].most_bytes_here <= forecast.card_bytes

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables
 from yuan_train.planner.native import evaluator
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, DraftTable, PipelineRow, StageRow, most_stages
@@ -35,7 +35,7 @@ def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     if (
         any(map(_is_special, stages))
-        or divides_experts(plan)
+        or plan.divides_experts
         or any(len(stage.replicas) > MAX_REPLICAS for stage in stages)
         or any(pipeline.page_group > 1 for pipeline in plan.pipelines)
     ):

@@ -327,6 +327,24 @@ class Plan:
         return frozenset(int(border) for border in borders if border % 1)
 
     @cached_property
+    def layer_units(self) -> tuple[tuple[str, float, float], ...]:
+        """The units between embedding and head as (name, first, end), in the model's order. A layer that some
+        pipeline divides is two units in all of them: attention and feed-forward."""
+        found: list[tuple[str, float, float]] = []
+        for layer in range(self.model.num_layers):
+            if layer in self.divided_layers:
+                found.append((f"{layer}.attention", layer, layer + 0.5))
+                found.append((f"{layer}.feed_forward", layer + 0.5, layer + 1))
+            else:
+                found.append((str(layer), layer, layer + 1))
+        return tuple(found)
+
+    @cached_property
+    def divides_experts(self) -> bool:
+        """Whether the ranks of some replica share the experts of their layers."""
+        return bool(self.model.num_experts) and any(len(stage.replicas[0]) > 1 for stage in self.stages)
+
+    @cached_property
     def paged_layers(self) -> frozenset[int]:
         """The layers that are pages of their hosts; their stages hold whole layers."""
         return frozenset(
@@ -419,23 +437,10 @@ def uncatalogued_types(cluster: Cluster, names: set[str]) -> dict[str, DeviceTyp
     return {name: cluster.device_types[name] for name in sorted(names) if name in cluster.device_types}
 
 
-def layer_units(plan: Plan) -> Iterator[tuple[str, float, float]]:
-    """Yield the units between embedding and head as (name, first, end), in the model's order.
-
-    A layer that some pipeline divides is two units in all of them: attention and feed-forward.
-    """
-    for layer in range(plan.model.num_layers):
-        if layer in plan.divided_layers:
-            yield f"{layer}.attention", layer, layer + 0.5
-            yield f"{layer}.feed_forward", layer + 0.5, layer + 1
-        else:
-            yield str(layer), layer, layer + 1
-
-
 def whole_layers(plan: Plan) -> frozenset[int]:
     """The numbers, among all units of a plan, of layers that no pipeline divides and that are no page of a
     host."""
-    units = enumerate(layer_units(plan), start=1)
+    units = enumerate(plan.layer_units, start=1)
     return frozenset(u for u, (_, first, end) in units if end - first == 1 and first not in plan.paged_layers)
 
 
@@ -470,11 +475,6 @@ def expert_cuts(divisions: Iterable[tuple[tuple[int, int], ...]]) -> tuple[tuple
     return tuple(itertools.pairwise(sorted(borders)))
 
 
-def divides_experts(plan: Plan) -> bool:
-    """Whether the ranks of some replica share the experts of their layers."""
-    return bool(plan.model.num_experts) and any(len(stage.replicas[0]) > 1 for stage in plan.stages)
-
-
 def expert_parameters(model: ModelConfig) -> int:
     """Parameters of the experts of one layer."""
     return sum(parameter.size for parameter in model.spec.layer(model) if parameter.sharding == "expert")
@@ -490,7 +490,7 @@ def stage_unit_range(plan: Plan, stage: StagePlan) -> range:
     if not plan.divided_layers:
         first, end = map(int, stage.layers)
         return range(0 if stage.embedding else first + 1, num_units(plan) if stage.head else end + 1)
-    borders = [0.0] + [first for _, first, _ in layer_units(plan)] + [float(plan.model.num_layers)]
+    borders = [0.0] + [first for _, first, _ in plan.layer_units] + [float(plan.model.num_layers)]
     first, end = borders.index(stage.layers[0], 1), borders.index(stage.layers[1], 1)
     return range(0 if stage.embedding else first, len(borders) if stage.head else end)
 

@@ -17,7 +17,7 @@ from yuan_train.config.document import Document, format_keys, is_list, is_mappin
 from yuan_train.config.errors import ConfigError, PlanError, Violation
 from yuan_train.config.load import as_plain, build, dump, write_text
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import TURN_OFF, RunConfig, ScheduleName, Used, excluded_by
 
 
@@ -56,7 +56,7 @@ def _token_constraints(plan: Plan) -> Iterator[Violation]:
     if not plan.sequence_parallel:
         return
     path, length = ("sequence_parallel",), plan.sequence_length
-    if widths == {1} or divides_experts(plan):
+    if widths == {1} or plan.divides_experts:
         yield Violation(path, "true, but no stage is a tensor-parallel group; leave it out")
     if length < max(widths):
         fewer = f"fewer than a group of {max(widths)} has ranks"
@@ -203,7 +203,7 @@ def _activation_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Viol
             yield Violation(
                 path, "with recompute: full nothing is kept that could leave; use none or selective"
             )
-        if divides_experts(plan):
+        if plan.divides_experts:
             yield Violation(path, "not where cards share experts: how much they keep varies; leave it out")
 
 

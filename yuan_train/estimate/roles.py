@@ -13,10 +13,11 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl_plan import RlPlan
+from yuan_train.planner.costs.owners import cards_of
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
 from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of
+from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.roles.decode import PREFILL_CHUNK, Decoder, DecodeStage, Writing
 from yuan_train.planner.roles.engines import num_groups
 from yuan_train.planner.roles.placement import scoring_on
@@ -149,25 +150,24 @@ def _whole_scoring(costs: Costs, plan: Plan, stage: StageCost, model: ModelConfi
 
 def _forward_only(role: str, costs: Costs, plan: Plan, read: _Read) -> list[StageBytes]:
     found: list[StageBytes] = []
-    for p, pipeline in enumerate(plan.pipelines):
-        for s, stage in enumerate(pipeline.stages):
-            cards = cards_of(costs, plan, stage)[0]
-            own = DecodeStage.of(stage, cards)
-            if role == "generation":
-                slots, groups = pipeline.micro_batch_size, pipeline.num_micro_batches
-                categories = _drawing(costs, plan, own, slots, groups, read)
-            else:
-                categories = _scoring(costs, plan, own)
-            found.append(
-                StageBytes(
-                    role=role,
-                    pipeline=p,
-                    stage=s,
-                    card=cards[0].type,
-                    categories=categories,
-                    capacity=min(costs.problem.cluster.device_type(card.type).memory for card in cards),
-                )
+    for p, s, stage in plan.numbered_stages:
+        cards = cards_of(costs, plan, stage)[0]
+        own = DecodeStage.of(stage, cards)
+        if role == "generation":
+            slots, groups = plan.pipelines[p].micro_batch_size, plan.pipelines[p].num_micro_batches
+            categories = _drawing(costs, plan, own, slots, groups, read)
+        else:
+            categories = _scoring(costs, plan, own)
+        found.append(
+            StageBytes(
+                role=role,
+                pipeline=p,
+                stage=s,
+                card=cards[0].type,
+                categories=categories,
+                capacity=min(costs.problem.cluster.device_type(card.type).memory for card in cards),
             )
+        )
     return found
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import PlanError
-from yuan_train.config.plan import Plan, StagePlan, divides_experts, expert_ranges
+from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.device import Device
@@ -215,7 +215,7 @@ def _start_reduction(
     groups: Groups,
 ) -> Callable[[int], None]:
     """Starts the reduction of a bucket, by number, when all its gradients are there."""
-    shares = divides_experts(grid.plan)
+    shares = grid.plan.divides_experts
     # What ranks that share experts hold in common, the first of them adds; see `Grid.buckets`.
     adds_zeros = shares and coord.tensor_rank > 0
 
@@ -357,7 +357,7 @@ def _experts_of(plan: Plan, stage: StagePlan, tensor_rank: int) -> tuple[int, in
 
     A rank that shares with none has all: its shards are then like those of the ranks that it reduces with.
     """
-    if not divides_experts(plan):
+    if not plan.divides_experts:
         return None
     ranges = expert_ranges(plan.model, stage)
     return (0, plan.model.num_experts) if ranges is None else ranges[tensor_rank]
@@ -467,7 +467,7 @@ def _flatten(
     """The buckets of a rank; pages in `slab`. Not `trained`: without gradients."""
     flat: list[FlatBucket] = []
     whole: dict[str, FlatParameter] = {}
-    divided, apart = grid.layers_in_halves, divides_experts(grid.plan)
+    divided, apart = grid.layers_in_halves, grid.plan.divides_experts
     for bucket in grid.buckets:
         held = {n: p for n, p in parameters.items() if unit_of(n, divided, apart=apart) in bucket.units}
         if not held or not bucket.slices_of(rank):

@@ -12,11 +12,9 @@ from yuan_train.config.devices import REAL, Simulated
 from yuan_train.config.plan import (
     PipelinePlan,
     Plan,
-    divides_experts,
     expert_cuts,
     expert_parameters,
     expert_ranges,
-    layer_units,
     plan_unit_parameters,
     stage_unit_range,
     whole_layers,
@@ -175,7 +173,7 @@ class Grid:
         groups = group_units(owners, sizes, bucket_size=self.bucket_size)
         runs = [run for group in groups for run in self._pages_apart(units, group)]
         found = {run: Bucket(units[run.start : run.stop], owners[run.start]) for run in runs}
-        if divides_experts(self.plan):
+        if self.plan.divides_experts:
             return tuple(self._with_experts(list(found.values())))
         return tuple(
             part for run, bucket in found.items() for part in self._in_halves(bucket, run.start, sizes)
@@ -225,7 +223,7 @@ class Grid:
     def _unit_parameters(self, units: Sequence[str]) -> tuple[int, ...]:
         """Parameters of each unit; experts that ranks share are in buckets of their own."""
         sizes = plan_unit_parameters(self.plan)
-        if not divides_experts(self.plan):
+        if not self.plan.divides_experts:
             return sizes
         experts = expert_parameters(self.plan.model)
         return tuple(size - experts * (has_experts(unit)) for unit, size in zip(units, sizes, strict=True))
@@ -264,7 +262,7 @@ class Grid:
 
     @cached_property
     def _unit_names(self) -> tuple[str, ...]:
-        return ("embedding", *(f"layers.{name}" for name, _, _ in layer_units(self.plan)), "head")
+        return ("embedding", *(f"layers.{name}" for name, _, _ in self.plan.layer_units), "head")
 
     def first_sequence(self, coord: RankCoord) -> int:
         """Offset of the share of the rank's pipeline in a global batch, in sequences."""

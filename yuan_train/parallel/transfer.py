@@ -19,7 +19,7 @@ import torch
 
 from yuan_train.config.architecture import ParameterSpec, ends, half_of, layer_table
 from yuan_train.config.model import ModelConfig
-from yuan_train.config.plan import Plan, StagePlan, divides_experts, expert_ranges
+from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.shard import Shard, find_shard
 
 BUCKET_BYTES = 64 * 2**20
@@ -58,7 +58,7 @@ def plan_holdings(plan: Plan, first_rank: int = 0) -> dict[int, dict[str, Shard]
         for replica in stage.replicas:
             for index, rank in enumerate(replica):
                 own = None
-                if divides_experts(plan):
+                if plan.divides_experts:
                     own = (0, plan.model.num_experts) if experts is None else experts[index]
                 held = found[first_rank + rank]
                 for name, shard in _stage_shards(plan.model, stage, index, len(replica), own):

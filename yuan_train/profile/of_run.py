@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, card_costs
@@ -26,7 +26,7 @@ def profile_of_run(plan: Plan, seconds: Mapping[int, float], *, precision: Preci
     `seconds` are those of each rank's computing in a step. Raises ConfigError for a plan or cards of which no
     profile can be made, and where nothing was measured.
     """
-    if divides_experts(plan):
+    if plan.divides_experts:
         raise ConfigError(
             "the run's cards share experts: of those no profile is made; measure with `profile`"
         )

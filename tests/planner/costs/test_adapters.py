@@ -16,6 +16,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
+from yuan_train.planner.costs.owners import place_plan
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.costs.unit_costs import check_profile
 from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, model_work
@@ -113,14 +114,12 @@ def test_memory_and_reductions_of_a_plan() -> None:
         assert stage.memory.gradients == state.gradients * 2 * adapters
         # Two owners share the optimizer's state.
         assert stage.memory.optimizer == state.optimizer * 2 * adapters / 2
-    cards = [
-        [stage.replicas for stage in cost_plan(costs, plan).stages if stage.pipeline == p] for p in (0, 1)
-    ]
-    buckets = bucket_costs(costs, plan, cards)
+    placed = place_plan(costs, plan)
+    buckets = bucket_costs(costs, placed)
     # Neither embedding nor head, which alone would be a bucket, is reduced.
     assert {unit for bucket in buckets for unit in bucket.units} >= {1, 2, 3, 4}
     assert all(set(bucket.units) & {1, 2, 3, 4} for bucket in buckets)
-    replicas = [row[0][0] for row in cards], [row[-1][0] for row in cards]
+    replicas = [row[0][0] for row in placed.cards], [row[-1][0] for row in placed.cards]
     assert tied_embedding_seconds(costs, *replicas) == 0.0
     full = make_costs(problem(BASE))
     assert tied_embedding_seconds(full, *replicas) > 0.0

@@ -13,9 +13,9 @@ from yuan_train.config.cluster import Link
 from yuan_train.config.profile import LinkProfile, Profile
 from yuan_train.parallel.grid import Grid
 from yuan_train.planner.costs.grad_reduce import bucket_costs, half_parts
+from yuan_train.planner.costs.owners import place_plan
 from yuan_train.planner.costs.plan_problem import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.stage_cost import cards_of
 
 LAYER = MODEL.layer_parameters + MODEL.hidden_size
 """A bucket size for one layer; the last layer's has the final norm too."""
@@ -185,8 +185,7 @@ def test_buckets_of_a_plan():
     # The tied embedding is in none: it is reduced over the first and the last stages.
     plan = on_cards(plan_of((4, [ONE]), (4, [(((1,),), 4), (((2,),), 4)])), [0, 4, 5])
     costs = make_costs(problem_of(plan, bucket_size=2 * LAYER))
-    cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-    buckets = bucket_costs(costs, plan, cards)
+    buckets = bucket_costs(costs, place_plan(costs, plan))
     assert [bucket.units for bucket in buckets] == [range(1, 3), range(3, 5), range(5, 7), range(7, 10)]
     assert len({bucket.owners for bucket in buckets}) == 2
     # Two layers, over rings that take turns on card 0.
@@ -196,9 +195,8 @@ def test_buckets_of_a_plan():
 def test_halves_of_a_large_layer_are_buckets_of_their_own():
     plan = on_cards(plan_of((4, [ONE]), (4, [(((1,),), 4), (((2,),), 4)])), [0, 4, 5])
     costs = make_costs(problem_of(plan, bucket_size=LAYER // 2))
-    cards = [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
     attention = half_parts(costs)
-    buckets = bucket_costs(costs, plan, cards)
+    buckets = bucket_costs(costs, place_plan(costs, plan))
     assert [bucket.early for bucket in buckets] == [0, attention.seconds] * 8 + [0]
     # The engine has the same ones, and the tied embedding.
     found = [f"layers.{bucket.units[0] - 1}" for bucket in buckets[:-1]]

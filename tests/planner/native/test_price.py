@@ -17,7 +17,7 @@ from tests.planner.search.test_offload import of_short_cards
 from tests.planner.search.test_search import MODEL, card
 from yuan_train.config.cluster import Card, Cluster, Host, Link, NodeGroup
 from yuan_train.config.model import LoraConfig
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan, divides_experts
+from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import (
     LinkProfile,
@@ -249,7 +249,7 @@ def check_drawn(draw: random.Random, problem: PlanProblem, change=lambda plan: p
     for plan in (change(random_plan(draw, problem)) for _ in range(40)):
         if not plan.pipelines or next(validate_plan(plan), None) is not None:
             continue
-        if divides_experts(plan):
+        if plan.divides_experts:
             assert draft_of(tables, plan) is None
         else:
             check(costs, tables, plan)

@@ -12,10 +12,10 @@ from tests.support.project import with_stages
 from tools.bench.problems import endless
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.plan import StagePlan, layer_units, num_units, plan_unit_parameters, stage_unit_range
+from yuan_train.config.plan import StagePlan, num_units, plan_unit_parameters, stage_unit_range
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.expert_costs import divides_alike
+from yuan_train.planner.costs.owners import divides_alike
 from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.candidate import Candidate, first_shape
@@ -62,7 +62,7 @@ def test_three_layers_on_two_equal_cards_are_halved() -> None:
 
 def test_units_of_a_plan_that_divides_a_layer() -> None:
     plan = found(half_layers=True).plan
-    assert [name for name, _, _ in layer_units(plan)] == ["0", "1.attention", "1.feed_forward", "2"]
+    assert [name for name, _, _ in plan.layer_units] == ["0", "1.attention", "1.feed_forward", "2"]
     assert num_units(plan) == 6
     assert sum(plan_unit_parameters(plan)) == MODEL.parameters
     first, second = (stage_unit_range(plan, stage) for stage in plan.pipelines[0].stages)

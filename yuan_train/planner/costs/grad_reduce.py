@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from yuan_train.config import plan as plans
 from yuan_train.config.cluster import Card
 from yuan_train.config.model import ModelConfig
-from yuan_train.planner.costs.expert_costs import stage_experts
 from yuan_train.planner.costs.links import (
     all_gather_seconds,
     allreduce_compute_seconds,
@@ -24,8 +23,8 @@ from yuan_train.planner.costs.links import (
     reduce_scatter_seconds,
     uses_gloo,
 )
-from yuan_train.planner.costs.owners import PlanCards, unit_holders
-from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.owners import PlacedPlan
+from yuan_train.planner.costs.plan_problem import Costs, Replica, stage_experts
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
 from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, TokenRows, half_shares, model_work
 from yuan_train.schedule.flow import group_units, is_halved
@@ -66,16 +65,16 @@ class BucketCost:
         return self.sync_seconds(self.own_sharers)
 
 
-def bucket_costs(costs: Costs, plan: plans.Plan, cards: PlanCards) -> tuple[BucketCost, ...]:
+def bucket_costs(costs: Costs, placed: PlacedPlan) -> tuple[BucketCost, ...]:
     """The buckets that several owners hold, in the model's order; the tied embedding is not among them."""
-    held = _held_buckets(costs, plan, unit_holders(plan, cards))
+    sharded = placed.plan.optimizer_sharding
     known: dict[tuple[tuple[Replica, ...], float], BucketCost] = {}
     found: list[BucketCost] = []
-    for bucket in held:
+    for bucket in _held_buckets(costs, placed):
         key = (bucket.owners, bucket.parameters)
         if len(bucket.owners) > 1 and bucket.parameters:
             if key not in known:
-                known[key] = _bucket_cost(costs, bucket.units, *key, sharded=plan.optimizer_sharding)
+                known[key] = _bucket_cost(costs, bucket.units, *key, sharded=sharded)
             found.append(replace(known[key], units=bucket.units, early=bucket.early))
     return tuple(found)
 
@@ -90,11 +89,12 @@ class _Bucket:
     """As in `BucketCost`."""
 
 
-def _held_buckets(costs: Costs, plan: plans.Plan, holders: Sequence[tuple[Replica, ...]]) -> list[_Bucket]:
+def _held_buckets(costs: Costs, placed: PlacedPlan) -> list[_Bucket]:
     """All buckets of a plan, in the model's order."""
-    sizes = unit_parameters(costs, plans.plan_unit_parameters(plan))
-    if plans.divides_experts(plan):
-        return _with_experts(costs, plan, holders, sizes)
+    plan, holders = placed.plan, placed.holders
+    sizes = unit_parameters(costs, placed.unit_parameters)
+    if plan.divides_experts:
+        return _with_experts(costs, placed, sizes)
     if max(map(len, holders)) == 1:
         return []
     halvable = plans.whole_layers(plan) if max(sizes) > costs.problem.bucket_size else frozenset[int]()
@@ -112,17 +112,16 @@ def _held_buckets(costs: Costs, plan: plans.Plan, holders: Sequence[tuple[Replic
     return found
 
 
-def _with_experts(
-    costs: Costs, plan: plans.Plan, holders: Sequence[tuple[Replica, ...]], sizes: Sequence[float]
-) -> list[_Bucket]:
+def _with_experts(costs: Costs, placed: PlacedPlan, sizes: Sequence[float]) -> list[_Bucket]:
     """What is whole on every card of a replica has each of them as an owner; then follow the experts of its
     layers, one bucket for each card of a replica, as `Grid.buckets` has them."""
+    plan, holders = placed.plan, placed.holders
     experts = plans.expert_parameters(plan.model)
     counts = {
-        u: stage_experts(plan, stage) for stage in plan.stages for u in plans.stage_unit_range(plan, stage)
+        u: stage_experts(plan, stage) for p, s, stage in plan.numbered_stages for u in placed.units[p, s]
     }
     # A layer, or its feed-forward: the half that ends where a layer does.
-    has_experts = [False, *(end % 1 == 0 for _, _, end in plans.layer_units(plan)), False]
+    has_experts = [False, *(end % 1 == 0 for _, _, end in plan.layer_units), False]
     whole = [size - experts * held for size, held in zip(sizes, has_experts, strict=True)]
     found: list[_Bucket] = []
     for units in _bucket_units(costs, holders, whole):

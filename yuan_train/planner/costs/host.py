@@ -16,14 +16,21 @@ from yuan_train.config.profile import HostProfile
 from yuan_train.config.units import DISK_CHUNK, DISK_SLOTS, DISK_STATES
 from yuan_train.planner.costs.workload import STATE_BYTES
 
+ASSUMED_DISK = Disk(read=2e9, write=1e9)
+"""Of a node whose cluster file says nothing: a modest NVMe disk."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostShare:
-    """A card's share of its node's host."""
+    """A card's share of its node's host and disk."""
 
     memory_bytes: float
     link_bytes_per_second: float
     memory_bytes_per_second: float
+    disk_bytes: float
+    """Inf if the cluster file does not say."""
+    disk_read_bytes_per_second: float
+    disk_write_bytes_per_second: float
 
 
 def host_share(
@@ -34,9 +41,10 @@ def host_share(
     reserved_bytes: float,
     measured: HostProfile | None = None,
 ) -> HostShare:
-    """The share in its host, which has `total_bytes`, of a card of such a node; `reserved_bytes` are left to
-    other programs. Rates that were `measured`, with all cards of a node at once, are its own already."""
-    host, count = group.host, group.num_cards
+    """The share in its host, which has `total_bytes`, and in its disk of a card of such a node;
+    `reserved_bytes` are left to other programs. Rates that were `measured`, with all cards of a node at once,
+    are its own already."""
+    host, disk, count = group.host, group.disk or ASSUMED_DISK, group.num_cards
     link, rate = device.host_link, device.host_memory_bandwidth
     if measured is not None:
         link = min(measured.host_link_down, measured.host_link_up)
@@ -48,30 +56,9 @@ def host_share(
         memory_bytes=max(0.0, total_bytes - reserved_bytes) / count,
         link_bytes_per_second=link,
         memory_bytes_per_second=rate,
-    )
-
-
-ASSUMED_DISK = Disk(read=2e9, write=1e9)
-"""Of a node whose cluster file says nothing: a modest NVMe disk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiskShare:
-    """A card's share of its node's disk."""
-
-    capacity_bytes: float
-    """Inf if the cluster file does not say."""
-    read_bytes_per_second: float
-    write_bytes_per_second: float
-
-
-def disk_share(group: NodeGroup) -> DiskShare:
-    """The share in its disk of a card of such a node."""
-    disk, count = group.disk or ASSUMED_DISK, group.num_cards
-    return DiskShare(
-        capacity_bytes=disk.capacity / count if disk.capacity else math.inf,
-        read_bytes_per_second=disk.read / count,
-        write_bytes_per_second=disk.write / count,
+        disk_bytes=disk.capacity / count if disk.capacity else math.inf,
+        disk_read_bytes_per_second=disk.read / count,
+        disk_write_bytes_per_second=disk.write / count,
     )
 
 
@@ -96,10 +83,10 @@ def disk_bytes(precision: Precision) -> float:
     return float(DISK_STATES * STATE_BYTES[precision].gradients)
 
 
-def disk_step_seconds(share: DiskShare, precision: Precision) -> float:
+def disk_step_seconds(share: HostShare, precision: Precision) -> float:
     """Seconds by parameter in which a disk reads and writes; it does one of the two at a time."""
     each = disk_bytes(precision)
-    return each / share.read_bytes_per_second + each / share.write_bytes_per_second
+    return each / share.disk_read_bytes_per_second + each / share.disk_write_bytes_per_second
 
 
 def slot_bytes(precision: Precision, num_parameters: float) -> float:

@@ -16,8 +16,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import Profile, StageStart
 from yuan_train.config.run import BUCKET_SIZE, Recompute, ReduceDtype, ScheduleName
 from yuan_train.planner.costs import unit_costs
-from yuan_train.planner.costs.expert_costs import bare_profile, expert_card_costs, stage_experts
-from yuan_train.planner.costs.host import DiskShare, HostShare, disk_share, host_share
+from yuan_train.planner.costs.host import HostShare, host_share
 from yuan_train.planner.costs.links import (
     Topology,
     all_gather_seconds,
@@ -28,6 +27,7 @@ from yuan_train.planner.costs.links import (
 from yuan_train.planner.costs.workload import (
     ELEMENT_BYTES,
     STATE_BYTES,
+    HalfShare,
     TensorGroup,
     TokenRows,
     statistic_bytes,
@@ -229,8 +229,8 @@ class Costs:
         if key not in self.groups:
             problem = self.problem
             whole = self.of(type_name, micro_batch_size, recompute)
-            bare = bare_profile(problem.profile) if whole.source == "measured" else None
-            found = expert_card_costs(
+            bare = unit_costs.bare_profile(problem.profile) if whole.source == "measured" else None
+            found = unit_costs.expert_card_costs(
                 replace(whole, units=tuple(map(unit_costs.without_critic, whole.units))),
                 None if bare is None else self._look_up(type_name, micro_batch_size, recompute, 1, bare),
                 problem.model,
@@ -249,10 +249,8 @@ class Costs:
     def of_stage(
         self, plan: plans.Plan, replica: Replica, micro_batch_size: int, stage: plans.StagePlan
     ) -> StageUnits:
-        """The units of a stage, its recompute among them. Where cards share experts, of the slowest card."""
-        if plans.divides_experts(plan):
-            ranks = self.of_ranks(plan, replica, micro_batch_size, stage)
-            return max(ranks, key=lambda part: part.seconds)
+        """The units of a stage on each card of a replica, its recompute among them; not where cards share
+        experts."""
         part = self.of_replica(replica, micro_batch_size, stage.recompute)
         plain = part
         if stage.num_recomputed not in (0, stage.num_blocks):
@@ -266,13 +264,15 @@ class Costs:
         hidden, small = self.expert_ring_seconds(replica, micro_batch_size)
         kinds: tuple[Recompute, Recompute] = (stage.recompute, "none")
         ranks: list[StageUnits] = []
-        for card, count in zip(replica, stage_experts(plan, stage), strict=True):
+        counts = stage_experts(plan, stage)
+        held = [_held_expert_parameters(plan, stage, count) for count in counts]
+        for card, count, parameters in zip(replica, counts, held, strict=True):
             part, plain = (self.of_experts(card.type, micro_batch_size, kind, count) for kind in kinds)
             if stage.num_recomputed in (0, stage.num_blocks):
                 plain = part
             own = _stage_units(plan, stage, part, plain)
             units = tuple(_with_collectives(unit, hidden, small) for unit in own.units)
-            ranks.append(replace(own, units=units))
+            ranks.append(replace(own, units=units, experts=count, expert_parameters=parameters))
         return tuple(ranks)
 
     def expert_ring_seconds(self, replica: Replica, micro_batch_size: int) -> tuple[float, float]:
@@ -285,7 +285,7 @@ class Costs:
         return hidden, small
 
     def host_of(self, card: Card) -> HostShare:
-        """A card's share of its node's host."""
+        """A card's share of its node's host and disk."""
         key = (card.node, card.type)
         if key not in self.hosts:
             problem, group = self.problem, self.topology.groups[card.node]
@@ -297,10 +297,6 @@ class Costs:
                 measured=problem.profile.host(card.type) if problem.profile else None,
             )
         return self.hosts[key]
-
-    def disk_of(self, card: Card) -> DiskShare:
-        """A card's share of its node's disk."""
-        return disk_share(self.topology.groups[card.node])
 
     def has_disk(self, card: Card) -> bool:
         """Whether the cluster file gives the card's node a disk."""
@@ -322,18 +318,26 @@ def node_host_bytes(cluster: Cluster, node: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StageUnits:
-    """The costs of a stage's units on one replica."""
+    """The costs of a stage's units on one replica, or on one card of it where they share experts."""
 
+    span: range
+    """The numbers of the units among all of the plan."""
     units: tuple[unit_costs.UnitCost, ...]
     """Embedding, layers or halves of layers, head: those that the stage holds, as the plan divides them."""
     start: StageStart
     """What the stage takes besides them."""
     layer: unit_costs.UnitCost
     """A whole layer."""
+    halves: tuple[tuple[HalfShare, HalfShare], tuple[HalfShare, HalfShare]]
+    """Of a layer that is recomputed, and of one that is not."""
     boundary_bytes: float
     update_bytes_per_second: float
     source: unit_costs.Source
     note: str
+    experts: int = 0
+    """Of each layer, that the card holds, where cards share them."""
+    expert_parameters: int = 0
+    """Of these, in all layers."""
 
     @property
     def seconds(self) -> float:
@@ -360,18 +364,20 @@ def _stage_units(
     plan: plans.Plan, stage: plans.StagePlan, part: unit_costs.CardCosts, plain: unit_costs.CardCosts
 ) -> StageUnits:
     """The units of a stage: its first layers of `part`, those that are not recomputed of `plain`."""
+    span = plans.stage_unit_range(plan, stage)
     if not plan.divided_layers:
         # Units count the embedding before the layers.
         first_kept = 1 + int(stage.layers[0]) + stage.num_recomputed
-        span = plans.stage_unit_range(plan, stage)
         first_kept = min(max(first_kept, span.start), span.stop)
         units = (*part.units[span.start : first_kept], *plain.units[first_kept : span.stop])
     else:
         units = tuple(_with_halves(plan, stage, part, plain))
     return StageUnits(
+        span=span,
         units=units,
         start=part.start,
         layer=part.units[1],
+        halves=(part.halves, plain.halves),
         boundary_bytes=part.boundary_bytes,
         update_bytes_per_second=part.update_bytes_per_second,
         source=part.source if plain.source == "measured" else "estimated",
@@ -386,7 +392,7 @@ def _with_halves(
     if stage.embedding:
         yield part.units[0]
     recomputed = math.floor(stage.layers[0]) + stage.num_recomputed
-    for _, first, end in plans.layer_units(plan):
+    for _, first, end in plan.layer_units:
         if stage.layers[0] <= first and end <= stage.layers[1]:
             layer = int(first)
             source = part if layer < recomputed else plain
@@ -396,6 +402,18 @@ def _with_halves(
             )
     if stage.head:
         yield part.units[-1]
+
+
+def stage_experts(plan: plans.Plan, stage: plans.StagePlan) -> tuple[int, ...]:
+    """Experts of each layer that each rank of a stage's replicas holds, in a plan that divides them."""
+    ranges = plans.expert_ranges(plan.model, stage) or ((0, plan.model.num_experts),)
+    return tuple(last - first for first, last in ranges)
+
+
+def _held_expert_parameters(plan: plans.Plan, stage: plans.StagePlan, experts: int) -> int:
+    """Parameters of the experts of a stage's layers on a rank that holds so many of each."""
+    layers = max(math.floor(stage.layers[1]) - math.ceil(stage.layers[0] - 0.5), 0)
+    return layers * experts * plans.expert_parameters(plan.model) // max(plan.model.num_experts, 1)
 
 
 def _with_collectives(

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.errors import ConfigError
@@ -466,3 +466,78 @@ def estimate_units(
         )
 
     return (cost(work.embedding), *[cost(work.layer, recompute)] * work.num_layers, cost(work.head))
+
+
+# --- a card among several that share experts ----------------------------------------------------------------
+#
+# Each of them has everything else whole, and computes it whole; of the experts each has a contiguous range.
+# So a card's seconds and bytes are those of a card alone, with another feed-forward.
+
+
+def bare_profile(profile: Profile | None) -> Profile | None:
+    """The profile with bare layers in place of whole ones; None if it has none."""
+    every = profile.entries if profile is not None else ()
+    entries = tuple(replace(one, layers=(one.bare_layer,)) for one in every if one.bare_layer is not None)
+    return replace(profile, entries=entries) if profile is not None and entries else None
+
+
+def expert_card_costs(
+    whole: CardCosts,
+    bare: CardCosts | None,
+    model: ModelConfig,
+    experts: int,
+    rows: workload.TokenRows,
+    *,
+    recompute: Recompute,
+    device: DeviceType,
+) -> CardCosts:
+    """Every unit's cost on a card with `experts` of each layer's experts, collectives not included.
+
+    `whole` are the costs of a card alone, `bare` those of a layer without experts, where both are measured.
+    Estimated, a unit is estimated anew. Measured, seconds are on the line from the bare layer to the whole
+    one; without a bare one, they are scaled by the ratio of the estimates, as bytes are.
+    """
+    keys: dict[str, Any] = {"logit_rows": logit_rows(device), "flash": workload.has_flash(device)}
+    counts = experts, model.num_experts
+    held, alone = (workload.model_work(model, rows, experts=count, **keys) for count in counts)
+    units = estimate_units(held, device, rows.precision, recompute)
+    if whole.source == "measured":
+        both = held.layer, alone.layer
+        estimates = units[1], estimate_units(alone, device, rows.precision, recompute)[1]
+        layers = [_scaled(unit, both, estimates) for unit in whole.units[1:-1]]
+        if bare is not None and bare.source == "measured":
+            share = experts / model.num_experts
+            triples = zip(layers, bare.units[1:-1], whole.units[1:-1], strict=True)
+            layers = [_on_line(unit, low, high, share) for unit, low, high in triples]
+        units = (whole.units[0], *layers, whole.units[-1])
+    return replace(whole, units=units, halves=workload.half_shares(held, recompute))
+
+
+def _scaled(
+    layer: UnitCost, works: tuple[workload.UnitWork, workload.UnitWork], estimates: tuple[UnitCost, UnitCost]
+) -> UnitCost:
+    """A measured layer with fewer experts; works and estimates are the held and the whole layer's."""
+
+    def ratio(name: str) -> float:
+        few, all_ = (getattr(estimate, name) for estimate in estimates)
+        return few / all_ if all_ else 0.0
+
+    states = works[0].parameters / works[1].parameters
+    names = ("forward_seconds", "backward_seconds", "activation_bytes", "transient_bytes")
+    return replace(
+        layer,
+        **{name: getattr(layer, name) * ratio(name) for name in names},
+        **{name: getattr(layer, name) * states for name in STATES},
+        weight_seconds=layer.weight_seconds * ratio("backward_seconds"),
+        parameters=works[0].trained,
+        forward_collectives=estimates[0].forward_collectives,
+        backward_collectives=estimates[0].backward_collectives,
+    )
+
+
+def _on_line(layer: UnitCost, bare: UnitCost, whole: UnitCost, share: float) -> UnitCost:
+    """The layer with seconds between those of a bare and a whole one."""
+
+    names = ("forward_seconds", "backward_seconds", "weight_seconds")
+    ends = {name: (getattr(bare, name), getattr(whole, name)) for name in names}
+    return replace(layer, **{name: low + max(high - low, 0.0) * share for name, (low, high) in ends.items()})

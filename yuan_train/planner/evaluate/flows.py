@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.plan import Plan, num_units
+from yuan_train.config.plan import Plan
 from yuan_train.planner.costs.grad_reduce import BucketCost
-from yuan_train.planner.costs.links import broadcast_seconds, find_route, message_seconds
-from yuan_train.planner.costs.owners import PlanCards, units_by_stage
-from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.links import Topology, broadcast_seconds, find_route, message_seconds
+from yuan_train.planner.costs.owners import PlanCards
+from yuan_train.planner.costs.plan_problem import Replica
 from yuan_train.planner.costs.unit_costs import UnitCost
 from yuan_train.planner.evaluate.simulator import Simulation
 from yuan_train.planner.evaluate.stage_cost import StageCost
@@ -186,45 +186,52 @@ def edge_flows(edges: Iterable[tuple[Card, Card]]) -> EdgeFlows:
     return EdgeFlows(Counter(a for a, _ in crossing), Counter(b for _, b in crossing))
 
 
-def plan_edge_flows(cards: PlanCards, s: int, *, is_activation: bool) -> EdgeFlows:
+def send_seconds(
+    topology: Topology, rows: Sequence[Sequence[StageCost]]
+) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Of each pipeline of stages, by edge: seconds of a hidden state to the next stage, and of its gradient
+    back."""
+    every = range(max(map(len, rows)) - 1)
+    flows = {(s, back): _flows_of(rows, s, back=back) for s in every for back in (False, True)}
+
+    def seconds(row: Sequence[StageCost], *, back: bool) -> tuple[float, ...]:
+        edges = enumerate(itertools.pairwise(row))
+        return tuple(_edge_seconds(topology, *ends, flows[s, back], back=back) for s, ends in edges)
+
+    return [(seconds(row, back=False), seconds(row, back=True)) for row in rows]
+
+
+def _flows_of(rows: Sequence[Sequence[StageCost]], s: int, *, back: bool) -> EdgeFlows:
     """The messages of all pipelines from stage s to s + 1, or back."""
-    a, b = (s, s + 1) if is_activation else (s + 1, s)
-    rows = (row for row in cards if len(row) > s + 1)
-    return edge_flows((x[0], y[0]) for row in rows for x, y in _pairs(row[a], row[b]))
+    ends = (row[s : s + 2] for row in rows if len(row) > s + 1)
+    return edge_flows((x[0], y[0]) for a, b in ends for x, y in _pairs(a, b, back=back))
 
 
-def edge_seconds(
-    costs: Costs, plan: Plan, cards: PlanCards, p: int, s: int, flows: EdgeFlows, *, is_activation: bool
+def _edge_seconds(
+    topology: Topology, sender: StageCost, receiver: StageCost, flows: EdgeFlows, *, back: bool
 ) -> float:
-    """Seconds of a hidden state from stage s to s + 1 of pipeline p, or of its gradient back: from first card
-    to first card, then broadcast inside the tensor-parallel group that receives it; the slowest of the
+    """Seconds of a hidden state from a stage to the next one, or of its gradient back: from first card to
+    first card, then broadcast inside the tensor-parallel group that receives it; the slowest of the
     replicas' pairs. 0 if sender and receiver are the same cards. `flows` are those of this edge."""
-    a, b = (s, s + 1) if is_activation else (s + 1, s)
-    pairs = [(x, y) for x, y in _pairs(cards[p][a], cards[p][b]) if x != y]
-    if not pairs:
-        return 0.0
-    pipeline = plan.pipelines[p]
-    sender = costs.of_stage(plan, cards[p][s][0], pipeline.micro_batch_size, pipeline.stages[s])
-    # A stage without units passes on what it receives.
-    size = costs.hidden_bytes(pipeline.micro_batch_size)
-    size = sender.units[-1].output_bytes if sender.units else size
+    size, pairs = sender.sent_bytes, _pairs(sender, receiver, back=back)
 
     def seconds(source: Card, target: Replica) -> float:
-        route, sharers = find_route(costs.topology, source, target[0]), flows.sharers(source, target[0])
-        inside = broadcast_seconds(costs.topology, target, size)
-        return message_seconds(route, size, sharers=sharers) + inside
+        route, sharers = find_route(topology, source, target[0]), flows.sharers(source, target[0])
+        return message_seconds(route, size, sharers=sharers) + broadcast_seconds(topology, target, size)
 
-    return max(seconds(source[0], target) for source, target in pairs)
+    return max((seconds(source[0], target) for source, target in pairs if source != target), default=0.0)
 
 
-def _pairs(sources: Sequence[Replica], targets: Sequence[Replica]) -> list[tuple[Replica, Replica]]:
-    """Which replica sends to which: micro-batch m goes from replica m mod n to replica m mod n'."""
+def _pairs(stage: StageCost, following: StageCost, *, back: bool) -> list[tuple[Replica, Replica]]:
+    """Which replica sends to which: micro-batch m goes from replica m mod n to replica m mod n', or back."""
+    ends = (following, stage) if back else (stage, following)
+    sources, targets = (end.replicas for end in ends)
     count = math.lcm(len(sources), len(targets))
     return [(sources[i % len(sources)], targets[i % len(targets)]) for i in range(count)]
 
 
 def message_flows(
-    costs: Costs, plan: Plan, cards: PlanCards, simulations: Sequence[Simulation], *, after: float
+    topology: Topology, plan: Plan, cards: PlanCards, simulations: Sequence[Simulation], *, after: float
 ) -> list[MessageFlow]:
     """The messages over NICs that arrive after a time, of all pipelines; by their simulations."""
     late: dict[int, list[Sent]] = {}
@@ -241,7 +248,7 @@ def message_flows(
         for start, end, worker, peer in late[id(simulation)]:
             if (worker, peer) not in shared:
                 source, target = card_of[worker], card_of[peer]
-                route = find_route(costs.topology, source, target)
+                route = find_route(topology, source, target)
                 shared[worker, peer] = (source.node, target.node) if route.shared else None
             nodes = shared[worker, peer]
             if nodes is not None:
@@ -276,14 +283,13 @@ def grad_reduce_end(
     def seconds(unit: UnitCost) -> float:
         return unit.weight_seconds if split else unit.backward_seconds
 
-    def completions(early: float) -> list[float]:
+    def completions(early: float) -> dict[int, float]:
         """When each unit, but for a share of its backward, is complete on all its owners."""
-        complete, units = [0.0] * num_units(plan), units_by_stage(plan)
+        complete: dict[int, float] = {}
         for stage in stages:
             end = simulations[stage.pipeline].stage_end_seconds[stage.stage]
-            own = units[stage.pipeline, stage.stage]
-            for u, unit, below in zip(own, stage.units, _before(stage, seconds), strict=False):
-                complete[u] = max(complete[u], end - below - early * seconds(unit))
+            for u, unit, below in zip(stage.span, stage.units, _before(stage, seconds), strict=False):
+                complete[u] = max(complete.get(u, 0.0), end - below - early * seconds(unit))
         return complete
 
     complete = {early: completions(early) for early in {bucket.early for bucket in buckets}}
@@ -324,19 +330,19 @@ def _compute_ends(stages: Sequence[StageCost], simulations: Sequence[Simulation]
 
 
 def exposed_weight_sync_seconds(
-    plan: Plan, buckets: Sequence[BucketCost], stages: Sequence[StageCost], simulations: Sequence[Simulation]
+    buckets: Sequence[BucketCost], stages: Sequence[StageCost], simulations: Sequence[Simulation]
 ) -> float:
     """Seconds by which a step starts later because forwards wait for stepped weights. The buckets' weights
     come back in the model's order, on each card one after the other, from the end of the optimizer step on;
     the next step's forwards begin at the same time, and each unit's waits for its weights."""
     if not any(bucket.weight_sync_seconds for bucket in buckets):
         return 0.0
-    needed, units = [float("inf")] * num_units(plan), units_by_stage(plan)
+    needed: dict[int, float] = {}
     for stage in stages:
         start = simulations[stage.pipeline].stage_start_seconds[stage.stage]
         before = _before(stage, lambda unit: unit.forward_seconds)
-        for u, earlier in zip(units[stage.pipeline, stage.stage], before, strict=False):
-            needed[u] = min(needed[u], start + earlier)
+        for u, earlier in zip(stage.span, before, strict=False):
+            needed[u] = min(needed.get(u, math.inf), start + earlier)
     ends = run_transfers(
         [
             Transfer(cards=bucket.cards, crossing=bucket.crossing, seconds=bucket.sync_seconds, ready=0.0)

@@ -14,28 +14,24 @@ bucket while the next step's forward begins, which waits where they come too lat
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from yuan_train.config.plan import Forecast, Plan, StageForecast, divides_experts
-from yuan_train.planner.costs.expert_costs import check_alike
+from yuan_train.config.plan import Forecast, Plan, StageForecast
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
-from yuan_train.planner.costs.owners import PlanCards, state_shares
+from yuan_train.planner.costs.owners import PlacedPlan, check_alike, place_plan, state_shares
 from yuan_train.planner.costs.plan_problem import Costs, Replica
 from yuan_train.planner.costs.unit_costs import Source
 from yuan_train.planner.evaluate.flows import (
-    EdgeFlows,
     MessageFlow,
-    edge_seconds,
     exposed_weight_sync_seconds,
     grad_reduce_end,
     message_flows,
-    plan_edge_flows,
+    send_seconds,
 )
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
-from yuan_train.planner.evaluate.stage_cost import StageCost, cards_of, stage_cost, sum_over_cards
-from yuan_train.planner.evaluate.tiers import pipeline_copies, pipeline_pages
+from yuan_train.planner.evaluate.stage_cost import StageCost, stage_cost, sum_over_cards
+from yuan_train.planner.evaluate.tiers import ProgramShape, pipeline_copies, pipeline_pages, program_shape
 from yuan_train.schedule.step import Workers
 
 
@@ -99,20 +95,20 @@ class PlanCost:
         return 1.0 - busy / (self.step_seconds * count) if self.step_seconds else 0.0
 
 
-def _simulate(costs: Costs, plan: Plan, p: int, times: StageTimes) -> Simulation:
+def _simulate(costs: Costs, plan: Plan, p: int, shape: ProgramShape, times: StageTimes) -> Simulation:
     """A step of pipeline p, its copies among it."""
     pipeline = plan.pipelines[p]
     leaves = any(stage.activation_offload for stage in pipeline.stages)
     return simulate_schedule(
-        plan.schedule,
+        shape.schedule,
         times,
-        num_micro_batches=pipeline.num_micro_batches,
-        workers=pipeline.workers,
-        in_flight=pipeline.depths(plan.schedule),
+        num_micro_batches=shape.num_micro_batches,
+        workers=shape.workers,
+        in_flight=shape.in_flight,
         sends=costs.problem.send_mode,
-        copies=pipeline_copies(plan, p) if leaves else None,
-        group=pipeline.page_group,
-        pages=pipeline_pages(plan, p),
+        copies=pipeline_copies(plan, p, shape) if leaves else None,
+        group=shape.group,
+        pages=pipeline_pages(pipeline, shape),
     )
 
 
@@ -120,103 +116,85 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of any valid plan. Raises PlanError if a card is not in the cluster, has another type there,
     or lacks the precision; and for pipelines that divide the experts of a layer differently, which are not
     priced."""
-    if divides_experts(plan):
-        check_alike(plan)
+    check_alike(plan)
     costs = costs.for_plan(plan)
-    cards = _cards(costs, plan)
-    rows = _stage_rows(costs, plan, cards)
-    stages: list[StageCost] = []
-    times: list[StageTimes] = []
+    placed = place_plan(costs, plan)
+    shapes = [program_shape(plan, p) for p in range(len(plan.pipelines))]
+    rows = _stage_rows(costs, placed, shapes)
+    sends = send_seconds(costs.topology, rows)
+    times = [_stage_times(row, *own) for row, own in zip(rows, sends, strict=True)]
     simulations: list[Simulation] = []
-    workers = [pipeline.workers for pipeline in plan.pipelines]
     simulated: dict[tuple[object, ...], Simulation] = {}
-    # The messages of all pipelines, by edge and whether they are activations.
-    edges = itertools.product(range(max(map(len, cards)) - 1), (True, False))
-    flows = {(s, kind): plan_edge_flows(cards, s, is_activation=kind) for s, kind in edges}
-    for p, (pipeline, pipeline_stages) in enumerate(zip(plan.pipelines, rows, strict=True)):
-        times.append(_stage_times(costs, plan, cards, p, pipeline_stages, flows))
+    for p, pipeline in enumerate(plan.pipelines):
         leaves = any(stage.activation_offload or stage.parameter_offload for stage in pipeline.stages)
-        depths = pipeline.depths(plan.schedule)
-        key = (times[-1], workers[p], pipeline.num_micro_batches, depths, p if leaves else -1)
+        key = (times[p], shapes[p], p if leaves else -1)
         if key not in simulated:
-            simulated[key] = _simulate(costs, plan, p, times[-1])
+            simulated[key] = _simulate(costs, plan, p, shapes[p], times[p])
         simulations.append(simulated[key])
-        stages += pipeline_stages
+    stages = [stage for row in rows for stage in row]
     compute = max(simulation.step_seconds for simulation in simulations)
-    buckets = bucket_costs(costs, plan, cards)
-    whole = divides_experts(plan)
+    buckets = bucket_costs(costs, placed)
 
     def messages(after: float) -> list[MessageFlow]:
         if not any(bucket.crossing for bucket in buckets):
             return []
-        return message_flows(costs, plan, cards, simulations, after=after)
+        return message_flows(costs.topology, plan, placed.cards, simulations, after=after)
 
     reduce_end = grad_reduce_end(plan, buckets, stages, simulations, messages)
     return PlanCost(
         stages=tuple(stages),
         simulations=tuple(simulations),
         times=tuple(times),
-        workers=tuple(workers),
+        workers=tuple(pipeline.workers for pipeline in plan.pipelines),
         compute_seconds=compute,
         grad_reduce_seconds=reduce_end - compute,
         tied_embedding_seconds=tied_embedding_seconds(
             costs,
-            _owners_of_ends(cards, 0, whole=whole),
-            _owners_of_ends(cards, -1, whole=whole) if costs.ties else [],
+            _owners_of_ends(placed, 0),
+            _owners_of_ends(placed, -1) if costs.ties else [],
             sharded=plan.optimizer_sharding,
         ),
         update_seconds=max(stage.update_seconds for stage in stages),
-        weight_sync_seconds=exposed_weight_sync_seconds(plan, buckets, stages, simulations),
+        weight_sync_seconds=exposed_weight_sync_seconds(buckets, stages, simulations),
     )
 
 
 def cost_stages(costs: Costs, plan: Plan) -> list[StageCost]:
     """The costs of a plan's stages, memory included, without a simulation of its step."""
     costs = costs.for_plan(plan)
-    return [stage for row in _stage_rows(costs, plan, _cards(costs, plan)) for stage in row]
+    shapes = [program_shape(plan, p) for p in range(len(plan.pipelines))]
+    return [stage for row in _stage_rows(costs, place_plan(costs, plan), shapes) for stage in row]
 
 
-def _cards(costs: Costs, plan: Plan) -> PlanCards:
-    return [[cards_of(costs, plan, stage) for stage in pipeline.stages] for pipeline in plan.pipelines]
-
-
-def _stage_rows(costs: Costs, plan: Plan, cards: PlanCards) -> list[list[StageCost]]:
-    shares = state_shares(plan, cards, reduce_copy_share=costs.problem.reduce_copy_share, ties=costs.ties)
+def _stage_rows(costs: Costs, placed: PlacedPlan, shapes: Sequence[ProgramShape]) -> list[list[StageCost]]:
+    plan, shares = placed.plan, state_shares(costs, placed)
     rows: list[list[StageCost]] = []
     for p, pipeline in enumerate(plan.pipelines):
-        row = [stage_cost(costs, plan, own, p, s, shares=shares[p, s]) for s, own in enumerate(cards[p])]
+        row = [
+            stage_cost(costs, plan, own, p, s, shares=shares[p, s], shape=shapes[p])
+            for s, own in enumerate(placed.cards[p])
+        ]
         rows.append(sum_over_cards(plan, pipeline, row))
     return rows
 
 
-def _owners_of_ends(cards: PlanCards, s: int, *, whole: bool) -> list[Replica]:
-    """The replicas of stage s of all pipelines; each card by itself if each has it `whole`."""
-    replicas = [replica for row in cards for replica in row[s]]
+def _owners_of_ends(placed: PlacedPlan, s: int) -> list[Replica]:
+    """The replicas of stage s of all pipelines; each card by itself where each has all but experts whole."""
+    replicas = [replica for row in placed.cards for replica in row[s]]
+    whole = placed.plan.divides_experts
     return [(card,) for replica in replicas for card in replica] if whole else replicas
 
 
 def _stage_times(
-    costs: Costs,
-    plan: Plan,
-    cards: PlanCards,
-    p: int,
-    pipeline_stages: Sequence[StageCost],
-    flows: dict[tuple[int, bool], EdgeFlows],
+    stages: Sequence[StageCost], activation_seconds: tuple[float, ...], gradient_seconds: tuple[float, ...]
 ) -> StageTimes:
-    """What the simulator needs of pipeline p: its stages' compute, and the messages between them."""
-    activation_seconds, gradient_seconds = (
-        tuple(
-            edge_seconds(costs, plan, cards, p, s, flows[s, is_activation], is_activation=is_activation)
-            for s in range(len(pipeline_stages) - 1)
-        )
-        for is_activation in (True, False)
-    )
-    parts = tuple(stage.leaving and stage.leaving.times for stage in pipeline_stages)
-    pages = tuple(stage.pages and stage.pages.times for stage in pipeline_stages)
+    """What the simulator needs of a pipeline: its stages' compute, and the messages between them."""
+    parts = tuple(stage.leaving and stage.leaving.times for stage in stages)
+    pages = tuple(stage.pages and stage.pages.times for stage in stages)
     return StageTimes(
-        forward_seconds=tuple(stage.forward_seconds for stage in pipeline_stages),
-        backward_seconds=tuple(stage.backward_seconds for stage in pipeline_stages),
-        weight_seconds=tuple(stage.weight_seconds for stage in pipeline_stages),
+        forward_seconds=tuple(stage.forward_seconds for stage in stages),
+        backward_seconds=tuple(stage.backward_seconds for stage in stages),
+        weight_seconds=tuple(stage.weight_seconds for stage in stages),
         parts=parts if any(parts) else (),
         pages=pages if any(pages) else (),
         send_activation_seconds=activation_seconds,

@@ -8,22 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.errors import PlanError
-from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan, divides_experts
+from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.away import AwayCost, away_cost
-from yuan_train.planner.costs.expert_costs import held_expert_parameters, stage_experts
 from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.owners import StateShares
 from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
 from yuan_train.planner.costs.unit_costs import Source, UnitCost
-from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.tiers import (
     LeavingActivations,
     LeavingParameters,
-    group_bytes,
+    ProgramShape,
+    away_cost,
     leaving_activations,
     leaving_parameters,
+    memory_with_pages,
+    program_shape,
 )
 from yuan_train.planner.native.pipelines import native_schedule
 from yuan_train.schedule.check import peak_in_flight
@@ -46,12 +45,16 @@ class StageCost:
     """How many of its layers are recomputed: the first ones."""
     in_flight: int
     """Most micro-batches that one of the replicas holds at once."""
+    span: range
+    """The numbers of its units among all of the plan."""
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float
     """The weight-gradient part of the backward, for schedules that split it."""
     units: tuple[UnitCost, ...]
     """What these are sums of, with what the stage takes besides (`StageUnits.start`)."""
+    sent_bytes: float
+    """Of a hidden state, as its first replica passes it on."""
     shares: StateShares
     """What each card holds of the stage's optimizer state, and what it holds twice of its gradients."""
     experts: tuple[int, ...]
@@ -102,31 +105,6 @@ class StageCost:
         return on_host and self.memory.total <= self.capacity_bytes
 
 
-def cards_of(costs: Costs, plan: Plan, stage: StagePlan) -> tuple[Replica, ...]:
-    """The cards of a stage's replicas. Raises PlanError if a card is not in the cluster, has another type
-    there, or lacks the precision."""
-    return tuple(tuple(_card_of(costs, plan, rank) for rank in replica) for replica in stage.replicas)
-
-
-def _card_of(costs: Costs, plan: Plan, rank: int) -> Card:
-    entry = plan.ranks[rank]
-    card = costs.cards.get(entry.device)
-    if card is None:
-        raise PlanError(
-            f"card {entry.device!r} of the plan is not in cluster {costs.problem.cluster.name!r}; "
-            f"give the cluster that the plan was made for ({plan.cluster or 'unnamed'})"
-        )
-    if card.type != entry.type:
-        raise PlanError(
-            f"card {entry.device!r} is a {entry.type} in the plan and a {card.type} in the cluster; "
-            "plan again"
-        )
-    precision = costs.problem.precision
-    if costs.problem.cluster.device_type(card.type).peak(precision) is None:
-        raise PlanError(f"card {card.name!r} ({card.type}) has no {precision}; use another precision or card")
-    return card
-
-
 def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> StageCost:
     """The cost of stage `old` of a plan if `stage`, with another recompute or depth, replaces it."""
     p, s = old.pipeline, old.stage
@@ -134,7 +112,7 @@ def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> 
     pipelines = list(plan.pipelines)
     pipelines[p] = replace(pipeline, stages=(*pipeline.stages[:s], stage, *pipeline.stages[s + 1 :]))
     changed = replace(plan, pipelines=tuple(pipelines))
-    return stage_cost(costs, changed, old.replicas, p, s, shares=old.shares)
+    return stage_cost(costs, changed, old.replicas, p, s, shares=old.shares, shape=program_shape(changed, p))
 
 
 @dataclass(frozen=True)
@@ -145,99 +123,92 @@ class _Part:
     cards: tuple[Card, ...]
     position: int = 0
     """Of the card in its replica."""
-    expert_parameters: int = 0
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What decides, beside the units, what the cards of a stage hold."""
+
+    pipeline: PipelinePlan
+    stage: StagePlan
+    shares: StateShares
+    twice: bool
+    """Whether two of the units are one tied matrix: its cards have the head too, in this stage or another."""
+    in_flight: int
+    leaving: LeavingActivations | None
+    pages: LeavingParameters | None
 
 
 def stage_cost(
-    costs: Costs, plan: Plan, replicas: tuple[Replica, ...], p: int, s: int, *, shares: StateShares
+    costs: Costs,
+    plan: Plan,
+    replicas: tuple[Replica, ...],
+    p: int,
+    s: int,
+    *,
+    shares: StateShares,
+    shape: ProgramShape,
 ) -> StageCost:
-    """The cost of stage s of pipeline p, by its slowest replica (or card with experts) and tightest card."""
+    """The cost of stage s of pipeline p, by its slowest replica (or card with experts) and tightest card;
+    `shape` is the pipeline's."""
     pipeline, stage = plan.pipelines[p], plan.pipelines[p].stages[s]
     parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
-    slowest = max(parts, key=lambda part: part.units.seconds)
-    units = slowest.units.units
-    # Whether the cards have the head too, in this stage or in another one, with a tied matrix.
+    first = parts[: len(replicas[0]) if plan.divides_experts else 1]
+    sender = (max(first, key=_seconds) if len(first) > 1 else first[0]).units.units
+    # A stage without units passes on what it receives.
+    sent = sender[-1].output_bytes if sender else costs.hidden_bytes(pipeline.micro_batch_size)
+    slowest = max(parts, key=_seconds) if len(parts) > 1 else parts[0]
+    units, cards = slowest.units, tuple(card for replica in replicas for card in replica)
+    tiers = stage.optimizer_offload, stage.activation_offload, stage.parameter_offload
+    of_card = {card: costs.host_of(card) for card in cards} if any(tiers) else {}
+    hosts, own = list(of_card.values()), [of_card[card] for card in slowest.cards if card in of_card]
     heads = (set(stage.replicas) <= set(other.replicas) for other in pipeline.stages if other.head)
-    twice = stage.embedding and costs.ties and any(heads)
-    cards = tuple(card for replica in replicas for card in replica)
-    count = _stage_in_flight(plan, pipeline, s)
-    divides = divides_experts(plan)
-    leaving = leaving_activations(costs, plan, p, s, slowest.cards) if stage.activation_offload else None
-    pages = leaving_parameters(costs, stage, slowest.units, cards)
-    by_position: dict[int, tuple[MemoryForecast, float]] = {}
-    for part in parts if divides else [replace(slowest, cards=cards)]:
-        memory, capacity = _memory(costs, part, stage, shares, twice=twice, in_flight=count)
-        if leaving is not None:
-            # Not where cards share experts: what they keep varies.
-            away = count * leaving.bytes_per_micro_batch - leaving.card_bytes
-            memory = replace(memory, activations=max(0.0, memory.activations - away))
-        memory = _with_pages(memory, pipeline, stage, pages, part.units.boundary_bytes)
-        found = memory, capacity
-        by_position[part.position] = min(found, by_position.get(part.position, found), key=_slack)
-    tightest = min(by_position.values(), key=_slack)
-    aways = [
-        _away_of(costs, stage, part, part.cards if divides else cards, shares, twice=twice, pages=pages)
-        for part in parts
-    ]
-    layer = slowest.units.layer
-    hosts = cards if stage.optimizer_offload or leaving or pages else ()
-    disks = cards if stage.optimizer_disk else ()
+    twice, precision = stage.embedding and costs.ties and any(heads), costs.problem.precision
+    count = _stage_in_flight(shape, pipeline, s)
+    leaving = leaving_activations(plan, p, s, shape, units, own)
+    pages = leaving_parameters(stage, units, hosts, precision=precision)
+    every = [part.units for part in parts]
+    away = away_cost(stage, every, hosts, shares, precision=precision, twice=twice, pages=pages)
+    held = _Held(pipeline, stage, shares, twice, count, leaving, pages)
+    positions = _positions(costs, held, parts if plan.divides_experts else [replace(slowest, cards=cards)])
+    tightest = min(positions, key=_slack)
+    disks = [host.disk_bytes for host in hosts] if stage.optimizer_disk else []
     return StageCost(
         pipeline=p,
         stage=s,
         replicas=replicas,
         **{name: getattr(stage, name) for name in OF_PLAN},
-        **{name: getattr(slowest.units, name) for name in OF_UNITS},
+        **{name: getattr(units, name) for name in OF_UNITS},
         in_flight=count,
-        weight_seconds=math.fsum(unit.weight_seconds for unit in units),
-        units=units,
+        weight_seconds=math.fsum(unit.weight_seconds for unit in units.units),
+        sent_bytes=sent,
         shares=shares,
-        experts=stage_experts(plan, stage) if divides else (),
-        update_seconds=_update_seconds(max(away.update_seconds for away in aways), stage, pages),
+        experts=tuple(part.units.experts for part in first) if plan.divides_experts else (),
+        update_seconds=away.update_seconds,
         memory=tightest[0],
         capacity_bytes=tightest[1],
         card_bytes=tightest[1] / costs.problem.memory_fraction,
-        positions=tuple(by_position.values()),
-        host_bytes=max(away.host_bytes for away in aways)
-        + sum(tier.host_bytes for tier in (leaving, pages) if tier is not None),
-        host_capacity_bytes=min((costs.host_of(card).memory_bytes for card in hosts), default=math.inf),
-        disk_bytes=max(away.disk_bytes for away in aways),
-        disk_capacity_bytes=min((costs.disk_of(card).capacity_bytes for card in disks), default=math.inf),
+        positions=positions,
+        host_bytes=away.host_bytes + sum(tier.host_bytes for tier in (leaving, pages) if tier is not None),
+        host_capacity_bytes=min((host.memory_bytes for host in hosts), default=math.inf),
+        disk_bytes=away.disk_bytes,
+        disk_capacity_bytes=min(disks, default=math.inf),
         leaving=leaving,
         pages=pages,
-        one_more_layer_bytes=layer.state_bytes + count * layer.activation_bytes,
+        one_more_layer_bytes=units.layer.state_bytes + count * units.layer.activation_bytes,
     )
-
-
-def _away_of(
-    costs: Costs,
-    stage: StagePlan,
-    part: _Part,
-    cards: tuple[Card, ...],
-    shares: StateShares,
-    *,
-    twice: bool,
-    pages: LeavingParameters | None,
-) -> AwayCost:
-    """What the state of a part costs that is not on its cards; a matrix counts once, pages do not."""
-    traffic = STATE_BYTES[costs.problem.precision].update_traffic
-    whole = sum(unit.parameters for unit in part.units.units[twice:]) - part.expert_parameters
-    owned = whole * shares.optimizer + part.expert_parameters * shares.expert_optimizer
-    owned -= 0 if pages is None else pages.parameters
-    return away_cost(costs, stage, cards, owned, card_seconds=traffic / part.units.update_bytes_per_second)
 
 
 def _parts(
     costs: Costs, plan: Plan, replicas: Sequence[Replica], micro_batch_size: int, stage: StagePlan
 ) -> list[_Part]:
     """One for each replica; where cards share experts, one for each card."""
-    if not divides_experts(plan):
+    if not plan.divides_experts:
         return [
             _Part(costs.of_stage(plan, replica, micro_batch_size, stage), replica) for replica in replicas
         ]
-    counts = stage_experts(plan, stage)
     return [
-        _Part(units, (card,), i, held_expert_parameters(plan, stage, counts[i]))
+        _Part(units, (card,), i)
         for replica in replicas
         for i, (card, units) in enumerate(
             zip(replica, costs.of_ranks(plan, replica, micro_batch_size, stage), strict=True)
@@ -245,30 +216,45 @@ def _parts(
     ]
 
 
-def _memory(
-    costs: Costs, part: _Part, stage: StagePlan, shares: StateShares, *, twice: bool, in_flight: int
-) -> tuple[MemoryForecast, float]:
+def _positions(costs: Costs, held: _Held, parts: Sequence[_Part]) -> tuple[tuple[MemoryForecast, float], ...]:
+    """By position of a card in its replica, the tightest of these parts and what a plan may fill of it."""
+    found: dict[int, tuple[MemoryForecast, float]] = {}
+    for part in parts:
+        own = _memory(costs, held, part)
+        found[part.position] = min(own, found.get(part.position, own), key=_slack)
+    return tuple(found.values())
+
+
+def _memory(costs: Costs, held: _Held, part: _Part) -> tuple[MemoryForecast, float]:
     """(bytes on the tightest card of a part, what a plan may fill of it)."""
-    problem = costs.problem
+    problem, stage, shares, leaving = costs.problem, held.stage, held.shares, held.leaving
     types = {card.type: problem.cluster.device_type(card.type) for card in part.cards}
     name = min(types, key=lambda name: problem.usable_bytes(name) - types[name].reserved)
-    tightest = types[name]
-    parameters = sum(unit.parameters for unit in part.units.units[twice:])
-    experts = part.expert_parameters / parameters if parameters else 0.0
+    parameters = sum(unit.parameters for unit in part.units.units[held.twice :])
+    experts = part.units.expert_parameters / parameters if parameters else 0.0
     forecast = stage_memory(
         part.units.units,
         has_embedding=stage.embedding,
         has_head=stage.head,
-        head_holds_embedding=twice,
-        in_flight=in_flight,
+        head_holds_embedding=held.twice,
+        in_flight=held.in_flight,
         boundary_bytes=part.units.boundary_bytes,
-        reserved_bytes=float(tightest.reserved),
+        reserved_bytes=float(types[name].reserved),
         optimizer_share=(shares.optimizer + experts * (shares.expert_optimizer - shares.optimizer))
         * (1.0 - stage.optimizer_offload),
         packed_share=shares.packed + experts * (shares.expert_packed - shares.packed),
         critic_packed_share=shares.critic_packed,
     )
-    return forecast, problem.usable_bytes(name)
+    if leaving is not None:
+        # Not where cards share experts: what they keep varies.
+        away = held.in_flight * leaving.bytes_per_micro_batch - leaving.card_bytes
+        forecast = replace(forecast, activations=max(0.0, forecast.activations - away))
+    own = memory_with_pages(forecast, held.pipeline, stage, held.pages, part.units.boundary_bytes)
+    return own, problem.usable_bytes(name)
+
+
+def _seconds(part: _Part) -> float:
+    return part.units.seconds
 
 
 def _slack(memory: tuple[MemoryForecast, float]) -> float:
@@ -276,52 +262,24 @@ def _slack(memory: tuple[MemoryForecast, float]) -> float:
     return memory[1] - memory[0].total
 
 
-def _update_seconds(seconds: float, stage: StagePlan, pages: LeavingParameters | None) -> float:
-    """With the step of a stage's pages: beside the card's own, and after what else its host steps."""
-    if pages is None:
-        return seconds
-    return seconds + pages.update_seconds if stage.optimizer_offload else max(seconds, pages.update_seconds)
-
-
-def _with_pages(
-    memory: MemoryForecast,
-    pipeline: PipelinePlan,
-    stage: StagePlan,
-    pages: LeavingParameters | None,
-    boundary_bytes: float,
-) -> MemoryForecast:
-    """The bytes of a card in a pipeline of groups, if it is one, without what its host holds."""
-    if pages is None and pipeline.page_group == 1:
-        return memory
-    memory = replace(memory, buffers=memory.buffers + group_bytes(pipeline, stage, boundary_bytes))
-    if pages is None:
-        return memory
-    return replace(
-        memory,
-        parameters=memory.parameters - pages.parameter_bytes,
-        gradients=memory.gradients - pages.gradient_bytes,
-        optimizer=memory.optimizer - pages.optimizer_bytes * (1.0 - stage.optimizer_offload),
-    )
-
-
-def _stage_in_flight(plan: Plan, pipeline: PipelinePlan, s: int) -> int:
+def _stage_in_flight(shape: ProgramShape, pipeline: PipelinePlan, s: int) -> int:
     """Most micro-batches in flight on a stage: by formula where there is one, else counted in a schedule."""
     replicas = [len(stage.replicas) for stage in pipeline.stages]
-    m = pipeline.num_micro_batches
-    if plan.schedule in ("1f1b", "gpipe"):
+    schedule, workers, m, depths, _ = shape
+    if schedule in ("1f1b", "gpipe"):
         return in_flight(
-            plan.schedule,
+            schedule,
             stage=s,
             num_stages=len(replicas),
             num_micro_batches=m,
             replicas=replicas,
-            depths=pipeline.depths(plan.schedule),
+            depths=depths,
         )
-    return native_schedule(plan.schedule, pipeline.workers, m, None).held[s]
+    return native_schedule(schedule, workers, m, None).held[s]
 
 
 OF_PLAN = ("layers", "embedding", "head", "recompute", "num_recomputed")
-OF_UNITS = ("forward_seconds", "backward_seconds", "source", "note")
+OF_UNITS = ("span", "units", "forward_seconds", "backward_seconds", "source", "note")
 """What a stage's cost has as its plan, and as the units of its slowest part, have it."""
 OF_A_CARD = ("update_seconds", "host_bytes", "disk_bytes")
 """Of a card with several stages, what is the sum of theirs."""

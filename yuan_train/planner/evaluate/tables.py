@@ -129,9 +129,8 @@ def _fill_pools(
         row.host_bytes_each = host_bytes(precision)
         row.host_link = host.link_bytes_per_second
         if on_disk and costs.has_disk(card):
-            disk = costs.disk_of(card)
-            row.disk_bytes = disk.capacity_bytes / disk_bytes(precision) * row.host_bytes_each
-            row.disk_seconds = disk_step_seconds(disk, precision) / row.host_bytes_each
+            row.disk_bytes = host.disk_bytes / disk_bytes(precision) * row.host_bytes_each
+            row.disk_seconds = disk_step_seconds(host, precision) / row.host_bytes_each
             row.disk_slots = slot_bytes(precision, math.inf)
     table.pools = rows
 

@@ -1,4 +1,4 @@
-"""Activations and parameters that leave the card: what card and host keep, and what copies take.
+"""State, activations and parameters that leave the card: what card, host and disk keep, and what copies take.
 
 A group of micro-batches with pages passes layer by layer: with h bytes a second of the link, a layer of P
 parameters and n bytes each takes n P / h to come up, once for the forward and once for the backward of the
@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from yuan_train.config.devices import Precision
 from yuan_train.config.errors import PlanError
-from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
+from yuan_train.planner.costs.host import (
+    HostShare,
+    disk_bytes,
+    disk_step_seconds,
+    host_bytes,
+    host_step_seconds,
+    slot_bytes,
+)
+from yuan_train.planner.costs.owners import StateShares
+from yuan_train.planner.costs.plan_problem import StageUnits
 from yuan_train.planner.costs.unit_costs import UnitCost, share_of_layer
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.evaluate.clocks import Groups, PageTimes, PartTimes
@@ -26,7 +36,7 @@ from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, make_schedule
 from yuan_train.schedule.step import RankProgram, Workers
 
 
-class _Shape(NamedTuple):
+class ProgramShape(NamedTuple):
     """What makes the programs of a pipeline: as `make_schedule` takes it."""
 
     schedule: ScheduleName
@@ -36,9 +46,66 @@ class _Shape(NamedTuple):
     group: int
 
 
-def _shape_of(plan: Plan, pipeline: PipelinePlan) -> _Shape:
-    depths = pipeline.depths(plan.schedule)
-    return _Shape(plan.schedule, pipeline.workers, pipeline.num_micro_batches, depths, pipeline.page_group)
+def program_shape(plan: Plan, p: int) -> ProgramShape:
+    """That of pipeline p of a plan."""
+    own = plan.pipelines[p]
+    depths = own.depths(plan.schedule)
+    return ProgramShape(plan.schedule, own.workers, own.num_micro_batches, depths, own.page_group)
+
+
+# --- optimizer state ----------------------------------------------------------------------------------------
+
+
+class AwayCost(NamedTuple):
+    """What the optimizer state of each card of a stage takes away from it, and the seconds of its step."""
+
+    update_seconds: float
+    """Of the optimizer step that the next step waits for."""
+    host_bytes: float
+    disk_bytes: float
+
+
+def away_cost(
+    stage: StagePlan,
+    parts: Sequence[StageUnits],
+    hosts: Sequence[HostShare],
+    shares: StateShares,
+    *,
+    precision: Precision,
+    twice: bool,
+    pages: LeavingParameters | None,
+) -> AwayCost:
+    """The most that one of the parts of a stage owns and steps, by its cards' shares of hosts; if two of the
+    units are one tied matrix (`twice`), it counts once.
+
+    Chunks come down, are stepped and go up side by side with reads and writes of the disk, so that the
+    slowest of them counts; the card steps its own part meanwhile. Pages are stepped beside that, and after
+    what else their host steps.
+    """
+    x, on_disk = stage.optimizer_offload, stage.optimizer_disk
+    seconds = max(host_step_seconds(host, precision) for host in hosts) if x else 0.0
+    if x and on_disk:
+        seconds = max(seconds, on_disk * max(disk_step_seconds(host, precision) for host in hosts))
+    most = update = -math.inf
+    for units in parts:
+        experts = units.expert_parameters
+        whole = sum(unit.parameters for unit in units.units[twice:]) - experts
+        owned = whole * shares.optimizer + experts * shares.expert_optimizer
+        owned -= 0 if pages is None else pages.parameters
+        card_seconds = STATE_BYTES[precision].update_traffic / units.update_bytes_per_second
+        update = max(update, owned * max((1.0 - x) * card_seconds, x * seconds))
+        most = max(most, owned)
+    if pages is not None:
+        update = update + pages.update_seconds if x else max(update, pages.update_seconds)
+    if not x:
+        return AwayCost(update, 0.0, 0.0)
+    on_host = most * x * host_bytes(precision) * (1.0 - on_disk)
+    if on_disk:
+        on_host += slot_bytes(precision, most * x * on_disk)
+    return AwayCost(update, on_host, most * x * on_disk * disk_bytes(precision))
+
+
+# --- activations --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +121,22 @@ class LeavingActivations:
     """The most on its host."""
 
 
-def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Replica) -> LeavingActivations:
-    """What leaves stage s of pipeline p, by the costs of one replica. Raises PlanError if the plan lets too
-    few parts stay for its schedule."""
-    pipeline = plan.pipelines[p]
-    stage = pipeline.stages[s]
-    units = costs.of_stage(plan, replica, pipeline.micro_batch_size, stage)
-    parts = _parts(costs, plan, replica, pipeline.micro_batch_size, stage)
+def leaving_activations(
+    plan: Plan, p: int, s: int, shape: ProgramShape, units: StageUnits, hosts: Sequence[HostShare]
+) -> LeavingActivations | None:
+    """What leaves stage s of pipeline p, by the costs of one replica and its cards' shares of hosts; None if
+    all stay. Raises PlanError if the plan lets too few parts stay for its schedule."""
+    stage = plan.pipelines[p].stages[s]
+    if not stage.activation_offload:
+        return None
+    parts = _parts(plan, stage, units)
     held = [part.activation_bytes for part in parts[: stage.num_leaving_parts]]
     if not stage.embedding:
         # What the stage received stays: its gradient is sent back.
         held[0] = max(0.0, held[0] - units.boundary_bytes)
-    link = min(costs.host_of(card).link_bytes_per_second for card in replica)
-    programs = _programs(plan, p)
-    peaks = [copies.kept_bytes(programs[worker], {s: held}) for worker in pipeline.workers[s]]
+    link = min(host.link_bytes_per_second for host in hosts)
+    programs = _programs(plan, p, shape)
+    peaks = [copies.kept_bytes(programs[worker], {s: held}) for worker in shape.workers[s]]
 
     def seconds(name: str) -> tuple[float, ...]:
         # Embedding and head belong to the parts at the ends.
@@ -88,17 +157,15 @@ def leaving_activations(costs: Costs, plan: Plan, p: int, s: int, replica: Repli
     )
 
 
-def pipeline_copies(plan: Plan, p: int) -> Mapping[int, Groups]:
+def pipeline_copies(plan: Plan, p: int, shape: ProgramShape) -> Mapping[int, Groups]:
     """By worker of a pipeline, its steps in parts with copies, where a stage of it offloads activations."""
-    programs = _programs(plan, p)
+    programs = _programs(plan, p, shape)
     return {worker: copies.group_copies(program) for worker, program in programs.items()}
 
 
-def _parts(
-    costs: Costs, plan: Plan, replica: Replica, micro_batch_size: int, stage: StagePlan
-) -> list[UnitCost]:
+def _parts(plan: Plan, stage: StagePlan, own: StageUnits) -> list[UnitCost]:
     """The costs of a stage's halves of layers, in order."""
-    units = iter(costs.of_stage(plan, replica, micro_batch_size, stage).started[stage.embedding :])
+    units = iter(own.started[stage.embedding :])
     found: list[UnitCost] = []
     for layer, half in stage.parts:
         if int(stage.layers[0]) + layer in plan.divided_layers:
@@ -106,18 +173,15 @@ def _parts(
             continue
         if half == 0:
             whole = next(units)
-            kind = stage.recompute if layer < stage.num_recomputed else "none"
-            halves = costs.of_replica(replica, micro_batch_size, kind).halves
-            found += [share_of_layer(whole, share) for share in halves]
+            found += [share_of_layer(whole, share) for share in own.halves[layer >= stage.num_recomputed]]
     return found
 
 
-def _programs(plan: Plan, p: int) -> dict[int, RankProgram]:
+def _programs(plan: Plan, p: int, shape: ProgramShape) -> dict[int, RankProgram]:
     """By worker of a pipeline, its program with the copies of activations, if a stage of it offloads any."""
-    pipeline = plan.pipelines[p]
-    offloads = copies.offloads_of(dict(enumerate(pipeline.stages)))
+    offloads = copies.offloads_of(dict(enumerate(plan.pipelines[p].stages)))
     try:
-        return _with_copies(_shape_of(plan, pipeline), tuple(offloads.items()))
+        return _with_copies(shape, tuple(offloads.items()))
     except copies.TooFewResident as error:
         raise TooFewResidentInPlan(p, error) from error
 
@@ -134,7 +198,9 @@ class TooFewResidentInPlan(PlanError):
 
 
 @functools.lru_cache(maxsize=64)
-def _with_copies(shape: _Shape, offloads: tuple[tuple[int, copies.Offload], ...]) -> dict[int, RankProgram]:
+def _with_copies(
+    shape: ProgramShape, offloads: tuple[tuple[int, copies.Offload], ...]
+) -> dict[int, RankProgram]:
     found: dict[int, RankProgram] = {}
     for worker, program in enumerate(make_schedule(**shape._asdict())):
         own = {stage: offload for stage, offload in offloads if worker in shape.workers[stage]}
@@ -163,14 +229,13 @@ class LeavingParameters:
 
 
 def leaving_parameters(
-    costs: Costs, stage: StagePlan, own: StageUnits, cards: Replica
+    stage: StagePlan, own: StageUnits, hosts: Sequence[HostShare], *, precision: Precision
 ) -> LeavingParameters | None:
-    """What leaves a stage of these units; None if all stay."""
+    """What leaves a stage of these units, whose cards have these shares of hosts; None if all stay."""
     if not stage.parameter_offload:
         return None
-    hosts = [costs.host_of(card) for card in cards]
     link = min(host.link_bytes_per_second for host in hosts)
-    traffic = STATE_BYTES[costs.problem.precision].update_traffic
+    traffic = STATE_BYTES[precision].update_traffic
     units, first, count = own.started, int(stage.embedding), stage.parameter_offload
     pages, rest = units[first : first + count], units[first + count :]
     slots = min(stage.page_slots or 1, count)
@@ -201,21 +266,41 @@ def leaving_parameters(
     )
 
 
-def group_bytes(pipeline: PipelinePlan, stage: StagePlan, boundary_bytes: float) -> float:
+def memory_with_pages(
+    memory: MemoryForecast,
+    pipeline: PipelinePlan,
+    stage: StagePlan,
+    pages: LeavingParameters | None,
+    boundary_bytes: float,
+) -> MemoryForecast:
+    """The bytes of a card in a pipeline of groups, if it is one, without what its host holds."""
+    if pages is None and pipeline.page_group == 1:
+        return memory
+    memory = replace(memory, buffers=memory.buffers + _group_bytes(pipeline, stage, boundary_bytes))
+    if pages is None:
+        return memory
+    return replace(
+        memory,
+        parameters=memory.parameters - pages.parameter_bytes,
+        gradients=memory.gradients - pages.gradient_bytes,
+        optimizer=memory.optimizer - pages.optimizer_bytes * (1.0 - stage.optimizer_offload),
+    )
+
+
+def _group_bytes(pipeline: PipelinePlan, stage: StagePlan, boundary_bytes: float) -> float:
     """What a stage holds more for a group: messages on both edges, and a gradient of each hidden state."""
     num_edges = (not stage.embedding) + (not stage.head)
     return (pipeline.page_group - 1) * boundary_bytes * (1 + num_edges * MESSAGES_PER_EDGE)
 
 
-def pipeline_pages(plan: Plan, p: int) -> Mapping[int, PagedGroups]:
+def pipeline_pages(pipeline: PipelinePlan, shape: ProgramShape) -> Mapping[int, PagedGroups]:
     """By worker of a pipeline, its groups with the copies of pages, where its stage has any."""
-    pipeline = plan.pipelines[p]
     pagings = tuple(paging_of(stage, group=pipeline.page_group) for stage in pipeline.stages)
-    return _with_pages(_shape_of(plan, pipeline), pagings) if any(pagings) else {}
+    return _with_pages(shape, pagings) if any(pagings) else {}
 
 
 @functools.lru_cache(maxsize=64)
-def _with_pages(shape: _Shape, pagings: tuple[Paging | None, ...]) -> dict[int, PagedGroups]:
+def _with_pages(shape: ProgramShape, pagings: tuple[Paging | None, ...]) -> dict[int, PagedGroups]:
     programs = make_schedule(**shape._asdict())
     return {
         shape.workers[stage][0]: by_group(with_pages(programs[shape.workers[stage][0]], paging))

@@ -9,7 +9,7 @@ from typing import Any
 
 from yuan_train.config.express import to_blocks, to_layout
 from yuan_train.config.load import as_plain
-from yuan_train.config.plan import MemoryForecast, StagePlan, divides_experts
+from yuan_train.config.plan import MemoryForecast, StagePlan
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
@@ -99,8 +99,8 @@ def describe_shape(candidate: Candidate) -> str:
     ]
     widths = sorted({len(r) for stage in plan.stages for r in stage.replicas})
     if widths != [1]:
-        what = "experts over" if divides_experts(plan) else "tensor width"
-        words.append(f"{what} {'/'.join(map(str, widths))}" + " cards" * divides_experts(plan))
+        what = "experts over" if plan.divides_experts else "tensor width"
+        words.append(f"{what} {'/'.join(map(str, widths))}" + " cards" * plan.divides_experts)
     if plan.sequence_parallel:
         words.append("tokens divided")
     if plan.optimizer_sharding:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.express import is_expressible
-from yuan_train.config.plan import Plan, divides_experts, unlike_owners
+from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.planner.costs.plan_problem import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
@@ -79,7 +79,7 @@ def is_wanted(plan: Plan, options: Options) -> bool:
     if not _keeps_keys(plan, options) or next(validate_plan(plan), None) is not None:
         return False
     # With pages of a host no state is sharded.
-    spared = bool(plan.paged_layers) or divides_experts(plan)
+    spared = bool(plan.paged_layers) or plan.divides_experts
     if True in options.sharded and not spared and unlike_owners(plan) is not None:
         return False
     return not options.expressible or is_expressible(plan)
@@ -90,7 +90,7 @@ def _keeps_keys(plan: Plan, options: Options) -> bool:
     counts, stages = options.num_micro_batches, plan.stages
     widths = {len(replica) for stage in stages for replica in stage.replicas}
     return (
-        (divides_experts(plan) or widths <= set(options.tensor))
+        (plan.divides_experts or widths <= set(options.tensor))
         and (options.any_replicas or {len(stage.replicas) for stage in stages} <= set(options.replicas))
         and {stage.recompute for stage in stages if stage.num_blocks} <= set(options.recompute)
         and plan.schedule in options.all_schedules
