@@ -74,7 +74,7 @@ def test_an_export_that_fails_is_a_warning(
 
 def slow_export(checkpoint: Path, out: Path) -> list[str]:
     """Takes longer than train.timeout, and fails if its checkpoint is removed meanwhile."""
-    return ["sh", "-c", f"sleep 3 && cat {checkpoint}/state.json >/dev/null && mkdir {out}"]
+    return ["sh", "-c", f"sleep 5 && cat {checkpoint}/state.json >/dev/null && mkdir {out}"]
 
 
 def run_with_slow_exports(rank: int, case: RLCase) -> None:
@@ -90,7 +90,7 @@ def test_a_slow_export_has_its_checkpoint_and_keeps_no_rank_from_the_run(tmp_pat
     path = write_rl(tmp_path)
     overrides = (
         f"checkpoint={{directory: {tmp_path / 'c'}, every: 1, export: 1, keep: 1}}",
-        "train.timeout=2 s",
+        "train.timeout=4 s",
         "train.steps=2",
     )
     plan = parse_plan(policy_run(load_rl(path, overrides), sequence_length=11), "2x4: 1@0 | 3@1")
