@@ -10,13 +10,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
-from yuan_train.planner.costs.host import (
-    disk_bytes,
-    disk_step_seconds,
-    host_bytes,
-    host_step_seconds,
-    slot_bytes,
-)
+from yuan_train.planner.costs.host import disk_bytes, host_bytes, slot_bytes
 from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica
 from yuan_train.planner.evaluate.plan_cost import cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
@@ -123,26 +117,21 @@ def _with_hosts(costs: Costs, plan: Plan, options: Options) -> Plan:
     (pipeline,) = plan.pipelines
     stages: list[StagePlan] = []
     for stage, cost in zip(pipeline.stages, cost_stages(costs, plan), strict=True):
-        most = min(_most_away(costs, card, math.inf, on_disk=options.offload_disk) for card in cost.cards)
+        most = min(_most_away(costs, card, on_disk=options.offload_disk) for card in cost.cards)
         parameters = sum(unit.parameters for unit in cost.units)
         stages.append(replace(stage, optimizer_offload=min(most / parameters, 1.0) if parameters else 0.0))
     return replace(plan, pipelines=(replace(pipeline, stages=tuple(stages)),))
 
 
-def _most_away(costs: Costs, card: Card, host_seconds: float, *, on_disk: bool) -> float:
-    """Parameters whose state a card may put on its host in so many seconds of its step; `on_disk`: what the
-    host has no room for on the node's disk, if the cluster file gives it one."""
+def _most_away(costs: Costs, card: Card, *, on_disk: bool) -> float:
+    """Parameters whose state a card's share of its host has room for; `on_disk`: and that of the node's disk
+    for what remains, if the cluster file gives it one."""
     precision, host = costs.problem.precision, costs.host_of(card)
-    in_time = host_seconds / host_step_seconds(host, precision)
     on_host = host.memory_bytes / host_bytes(precision)
-    if in_time <= on_host or not on_disk or not costs.has_disk(card):
-        return min(in_time, on_host)
-    beside = (host.memory_bytes - slot_bytes(precision, math.inf)) / host_bytes(precision)
-    if beside < 0.0:
+    if not on_disk or not costs.has_disk(card):
         return on_host
-    room = host.disk_bytes / disk_bytes(precision)
-    written = min(room, host_seconds / disk_step_seconds(host, precision))
-    return max(on_host, min(in_time, beside + written))
+    beside = (host.memory_bytes - slot_bytes(precision, math.inf)) / host_bytes(precision)
+    return on_host if beside < 0.0 else max(on_host, beside + host.disk_bytes / disk_bytes(precision))
 
 
 def _host_words(costs: Costs, replica: Replica) -> str:
