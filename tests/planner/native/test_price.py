@@ -302,18 +302,29 @@ def search(tables: Tables, *, budget: int = 3_000, schedules: int = 0b1001, host
     return tables.evaluator.search(space, given, budget=budget, seed=1, room=8)
 
 
+def with_memory(problem: PlanProblem, memory: float) -> PlanProblem:
+    """The same cards with so many GiB each."""
+    types = problem.cluster.device_types.items()
+    short = {name: replace(device, memory=int(memory * 2**30)) for name, device in types}
+    return replace(problem, cluster=replace(problem.cluster, device_types=short))
+
+
 @pytest.mark.parametrize(
-    ("seed", "schedules", "is_measured"),
+    ("seed", "schedules", "is_measured", "memory"),
     [
-        *((0, 0b1001, False), (1, 0b1111, True), (2, 0b1001, False), (5, 0b1001, True)),
-        *((1, 0b100, False), (4, 0b100, True), (5, 0b10, False)),
+        *((0, 0b1001, False, None), (1, 0b1111, True, None), (2, 0b1001, False, None)),
+        *((5, 0b1001, True, None), (1, 0b100, False, None), (4, 0b100, True, None), (5, 0b10, False, None)),
+        # Most stages need what hosts take, and all recompute besides.
+        *((7, 0b1001, False, 0.15), (10, 0b1001, False, 0.15)),
     ],
 )
 def test_found_drafts_are_lawful_plans_of_the_price_they_say(
-    seed: int, schedules: int, is_measured: bool
+    seed: int, schedules: int, is_measured: bool, memory: float | None
 ) -> None:
     draw = random.Random(seed)
     problem = random_problem(draw)
+    if memory is not None:
+        problem = with_memory(problem, memory)
     if is_measured:
         problem = with_gloo(draw, with_profile(draw, problem))
     costs = make_costs(problem)

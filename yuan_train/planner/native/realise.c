@@ -119,12 +119,12 @@ int fit_stage(struct search *search, struct draft *draft, int32_t p, int32_t s)
     }
     if (stage->may_offload == AFTER_RECOMPUTE && search->space->may_offload && stage->layers) {
         int32_t kind = search->space->recomputes >> 2 & 1 ? 2 : search->space->recomputes >> 1 & 1;
+        stage->away = 0;
         stage->recompute = (int16_t)kind;
         stage->num_recomputed = kind ? stage->layers : 0;
         if (!price_stage(search->evaluator, draft, p, s) && price->memory > price->capacity) {
             offload_some(search, draft, p, s);
-            stage->away = 0;
-            return 0;
+            return price_stage(search->evaluator, draft, p, s);
         }
     } else if (stage->may_offload && search->space->may_offload && price->memory > price->capacity) {
         offload_some(search, draft, p, s);
