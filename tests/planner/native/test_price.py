@@ -310,19 +310,22 @@ def with_memory(problem: PlanProblem, memory: float) -> PlanProblem:
 
 
 @pytest.mark.parametrize(
-    ("seed", "schedules", "is_measured", "memory"),
+    ("seed", "schedules", "is_measured", "batch", "memory"),
     [
-        *((0, 0b1001, False, None), (1, 0b1111, True, None), (2, 0b1001, False, None)),
-        *((5, 0b1001, True, None), (1, 0b100, False, None), (4, 0b100, True, None), (5, 0b10, False, None)),
+        *((seed, 0b1001, seed == 5, 24, None) for seed in (0, 2, 5)),
+        *((1, 0b1111, True, 24, None), (1, 0b100, False, 24, None), (4, 0b100, True, 24, None)),
+        (5, 0b10, False, 24, None),
+        # Fewer micro-batches than a stage may have replicas.
+        *((seed, 0b1001, False, 3, None) for seed in (0, 2)),
         # Most stages need what hosts take, and all recompute besides.
-        *((7, 0b1001, False, 0.15), (10, 0b1001, False, 0.15)),
+        *((seed, 0b1001, False, 24, 0.15) for seed in (7, 10)),
     ],
 )
 def test_found_drafts_are_lawful_plans_of_the_price_they_say(
-    seed: int, schedules: int, is_measured: bool, memory: float | None
+    seed: int, schedules: int, is_measured: bool, batch: int, memory: float | None
 ) -> None:
     draw = random.Random(seed)
-    problem = random_problem(draw)
+    problem = replace(random_problem(draw), global_batch_size=batch)
     if memory is not None:
         problem = with_memory(problem, memory)
     if is_measured:

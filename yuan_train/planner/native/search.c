@@ -60,8 +60,13 @@ int is_allowed(const struct search *search, const struct draft *draft)
     int32_t sequences = 0, cards = 0;
     if (!(space->pipelines >> (draft->num_pipelines < 63 ? draft->num_pipelines : 63) & 1))
         return 0;
-    for (int32_t p = 0; p < draft->num_pipelines; p++)
-        sequences += draft->pipelines[p].num_micro_batches * search->problem->sizes[draft->pipelines[p].size];
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
+        const struct draft_pipeline *pipeline = &draft->pipelines[p];
+        sequences += pipeline->num_micro_batches * search->problem->sizes[pipeline->size];
+        for (int32_t s = 0; s < pipeline->num_stages; s++)
+            if (draft->stages[pipeline->first_stage + s].num_replicas > pipeline->num_micro_batches)
+                return 0; /* some would idle */
+    }
     for (int32_t s = 0; s < draft->num_stages; s++) {
         const struct draft_stage *stage = &draft->stages[s];
         if (!(space->replicas >> stage->num_replicas & 1))
