@@ -46,7 +46,8 @@ for _ in range(150):
 test_price.test_the_core_prices_a_step_as_it_is_defined(0)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(100)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(101)
-test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1, 0b1111, True)
+test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(1, 0b1111, True, 24, None)
+test_price.test_found_drafts_are_lawful_plans_of_the_price_they_say(7, 0b1001, False, 24, 0.15)
 for schedule in ("1f1b", "gpipe", "zero_bubble"):
     test_prove.test_what_is_proven_is_the_fastest_of_all(1, schedule)
 print("done")
