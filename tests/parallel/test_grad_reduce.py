@@ -79,25 +79,6 @@ def test_a_gradient_added_without_a_backward_ends_with_the_step() -> None:
     assert events == [1, 0]
 
 
-def test_an_op_that_adds_the_gradient_itself_calls_back() -> None:
-    """torch calls the hook of a parameter whose op returns no gradient: a fused product has added it."""
-
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):  # pyright: ignore[reportMissingParameterType]
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, *gradients):  # pyright: ignore[reportMissingParameterType]
-            return gradients[0] * 2, None
-
-    weight, calls = torch.nn.Parameter(torch.zeros(1)), []
-    weight.register_post_accumulate_grad_hook(calls.append)
-    x = torch.ones(1, requires_grad=True)
-    torch.autograd.backward(Fused.apply(x, weight))  # pyright: ignore[reportArgumentType]
-    assert len(calls) == 1
-
-
 def test_a_stage_starts_its_reduction_while_another_stage_of_the_rank_runs() -> None:
     # Two ranks with two virtual stages each: rank 0 has stages 0 and 2, and ends with the backward of 0.
     program = make_schedule("interleaved_1f1b", workers=((0,), (1,), (0,), (1,)), num_micro_batches=2)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,12 +87,6 @@ def test_the_oldest_leaves_and_comes_back_before_its_backward() -> None:
     assert kept_bytes(program, {0: [2.0, 3.0]}) == (3.0 + 3 * 3.0 - 1.0, 3 * 2.0 + 2 * 3.0 - 2.0)
 
 
-def test_too_few_resident_parts_are_refused_with_what_would_do() -> None:
-    with pytest.raises(ValueError, match=r"stage 0: resident_parts: 1 is .* set resident_parts: 2 or more"):
-        lane(resident=1)
-    lane(resident=2)
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(PIPELINES), st.integers(1, 9), st.integers(1, 6), st.integers(1, 5))
 def test_what_would_do_is_the_least_that_does(
@@ -117,7 +113,8 @@ def test_what_would_do_is_sought_when_the_text_is_read(monkeypatch: pytest.Monke
     with pytest.raises(TooFewResident) as raised:
         lane(resident=1)
     assert not sought
-    assert "set resident_parts: 7" in str(raised.value) and sought
+    wanted = r"stage 0: resident_parts: 1 is .* set resident_parts: 7 or more"
+    assert re.search(wanted, str(raised.value)) and sought
 
 
 @pytest.mark.parametrize(

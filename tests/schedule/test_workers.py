@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from yuan_train.schedule.check import check_schedule, peak_in_flight
 from yuan_train.schedule.schedules import SCHEDULES, forward_only, make_schedule
-from yuan_train.schedule.step import Schedule, Step, Workers, num_workers, one_worker_each, worker_of
+from yuan_train.schedule.step import Schedule, Step, Workers, num_workers, one_worker_each
 
 UNITS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 
@@ -155,10 +155,3 @@ def test_every_schedule_is_complete(workers: Workers, num_micro_batches: int) ->
         check_schedule(schedule, workers)
         bubble(schedule, workers)
     check_schedule(forward_only(workers=workers, num_micro_batches=num_micro_batches), workers)
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(any_workers(), st.integers(0, 20))
-def test_each_micro_batch_has_one_worker_a_stage(workers: Workers, micro_batch: int) -> None:
-    for stage, replicas in enumerate(workers):
-        assert worker_of(workers, stage, micro_batch) in replicas

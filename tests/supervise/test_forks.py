@@ -134,12 +134,6 @@ def ends_as_a_command(nursery: Nursery) -> None:
     process.send_signal(signal.SIGKILL)
 
 
-def one_after_another(rank: int) -> None:
-    with closing(Nursery(["yuan_train.cli.train"])) as nursery:
-        ends_as_a_command(nursery)
-        ends_as_a_command(nursery)
-
-
 def is_gone(rank: int, folder: Path) -> None:
     """What came of it is not left behind."""
     with closing(Nursery(["yuan_train.cli.train"])) as nursery:
@@ -172,10 +166,6 @@ def is_closed(rank: int, folder: Path) -> None:
         _, said = start_waiting(nursery, folder)
     with said:
         assert said.read() == ""
-
-
-def test_commands_come_from_a_nursery_one_after_another() -> None:
-    spawn(one_after_another, 1)
 
 
 @pytest.mark.parametrize("body", [is_gone, hears_signals, is_closed])
