@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -53,23 +52,13 @@ def pids_of_ranks(launcher: int) -> list[int]:
 
 
 def test_sigterm_to_the_launcher_saves_and_exits_with_0(job: list[str], tmp_path: Path) -> None:
-    with launched([*job, "checkpoint.every=2", "checkpoint.keep=2"], tmp_path, until=3) as launcher:
+    """While others are saved in the background."""
+    more = ["checkpoint.every=2", "checkpoint.keep=2", "checkpoint.asynchronous=true"]
+    with launched([*job, *more], tmp_path, until=3) as launcher:
         launcher.process.terminate()
         code, errors = launcher.wait(within_seconds=120)
     assert code == 0, errors
     assert describe(tmp_path / "ck")["step"] == len(read_metrics(tmp_path)) and "SIGTERM" in errors
-
-
-def test_sigterm_during_background_saves(job: list[str], tmp_path: Path) -> None:
-    more = ["checkpoint.every=2", "checkpoint.keep=2", "checkpoint.asynchronous=true"]
-    with start_ranks(["train", *job, *more], tmp_path, 2) as ranks:
-        wait_for_step(tmp_path, 3, lambda: ranks[0].process.is_alive())
-        for rank in ranks:
-            rank.process.terminate()
-        for rank in ranks:
-            code, errors = rank.wait(within_seconds=120)
-            assert code == 0, errors
-    assert describe(tmp_path / "ck")["step"] == len(read_metrics(tmp_path))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(job: list[str], tmp_path: Path) -> None:
@@ -80,22 +69,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(job: list[str], tmp_path: Path)
     said = "".join(errors for _, errors in ended)
     assert "Traceback" not in said
     (error,) = {line for line in said.splitlines() if "error:" in line}
-    assert "step " in error and "rank " in error and "last good checkpoint is that of step" in error
+    assert "the first output that is not finite came from rank " in error
+    assert "step " in error and "last good checkpoint is that of step" in error
     assert describe(tmp_path / "ck")["whole"]
-
-
-def test_a_rank_that_hangs_is_named(job: list[str], tmp_path: Path) -> None:
-    with launched([*job, "train.timeout=6 s"], tmp_path, until=2) as launcher:
-        assert launcher.process.pid is not None
-        os.kill(pids_of_ranks(launcher.process.pid)[1], signal.SIGSTOP)
-        code, errors = launcher.wait(within_seconds=120)
-    assert code == 1
-    # Its neighbour reports it; rank 1 itself was stopped, and killed by the launcher.
-    assert "rank 1 is gone or stuck" in errors, errors
-    # Before that, as it waits, it says so.
-    waits = r"step \d+: rank [02] \(pipeline 0, stage [02]\) has waited \d s in the (forward|backward) of "
-    assert re.search(waits + r"micro-batch \d for rank 1's (activation|gradient)", errors), errors
-    assert "Traceback" not in errors
 
 
 def test_torchrun_runs_the_printed_line_and_restarts_from_the_last_checkpoint(

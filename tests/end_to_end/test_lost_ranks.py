@@ -7,7 +7,7 @@ slow card in the middle makes its neighbours wait for it nearly all the time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,11 +37,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*files, "train.steps=100000", "validation.every=0", f"train.timeout={TIMEOUT_SECONDS} s"]
 
 
-def wait_for_steps(log: Path, all_run: Callable[[], bool]) -> None:
-    """Wait for at least two training steps."""
-    wait_for_step(log, 2, all_run)
-
-
 def lost_peer(rank: int, peer: int) -> re.Pattern[str]:
     """The message of `rank`: its coordinates, the operation that failed, and the missing `peer`."""
     who = rf"rank {rank} \(pipeline 0, stage {rank}\)"
@@ -54,7 +49,7 @@ def running(
 ) -> Iterator[list[Command]]:
     """Three ranks, once they have taken two steps."""
     with start_ranks(["train", *options, f"log.directory={log}"], log, 3, around=around) as ranks:
-        wait_for_steps(log, lambda: all(rank.process.is_alive() for rank in ranks))
+        wait_for_step(log, 2, lambda: all(rank.process.is_alive() for rank in ranks))
         yield ranks
 
 

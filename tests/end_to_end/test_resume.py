@@ -30,15 +30,14 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
     full = case(run_file, tmp_path / "full", plan, steps=4, checkpoints=tmp_path / "full-ck")
     first = case(run_file, tmp_path / "halves", plan, steps=2, checkpoints=tmp_path / "halves-ck")
     rest = case(run_file, tmp_path / "halves", plan, steps=4, checkpoints=tmp_path / "halves-ck")
-    # The same first half, continued by two pipelines and by a single process.
+    # The same first half, continued by two pipelines.
     two_pipelines = case(
         run_file, tmp_path / "two", make_plan(run, [[4, 2], [4, 2]]), steps=4, checkpoints=tmp_path / "two-ck"
     )
     resume = f"checkpoint.resume={tmp_path / 'halves-ck' / step_name(2)}"
     two_pipelines = replace(two_pipelines, overrides=(*two_pipelines.overrides, resume))
     save_plan(two_pipelines.folder / "plan.yaml", plan)
-    run_cases([full, first, rest])
-    run_cases([two_pipelines])
+    run_cases([full, first, rest, two_pipelines])
     expected = read_metrics(full.folder)
     resumed = read_metrics(rest.folder)
     assert [line["step"] for line in resumed] == list(range(1, 5))
@@ -55,14 +54,6 @@ def test_a_resumed_run_matches_an_uninterrupted_one(run_file: Path, tmp_path: Pa
     two = read_metrics(two_pipelines.folder)
     assert [line["step"] for line in two] == list(range(3, 5))
     assert difference(two, expected[2:]) < 1e-5
-
-    alone = replace(
-        two_pipelines,
-        folder=tmp_path / "alone",
-        plan=None,
-        overrides=tuple(o.replace("two-ck", "alone-ck") for o in two_pipelines.overrides),
-    )
-    assert difference(run_alone(alone), expected[2:]) < 1e-5
 
 
 def test_metrics_of_repeated_steps_are_replaced(run_file: Path, tmp_path: Path) -> None:

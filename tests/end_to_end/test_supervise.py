@@ -6,8 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import yaml
 from tests.support.networks import Host, three_hosts
 from tests.support.project import read_metrics
 from tests.support.ranks import Case, run_alone
-from tests.support.spawn import free_port
+from tests.support.spawn import free_port, start_command
 from tests.support.supervised import (
     SECONDS,
     entries,
@@ -163,11 +161,9 @@ def test_a_card_that_slows_is_planned_for(project: Path, alone: Curve, tmp_path:
 
 
 def test_wrong_input_of_the_ranks_ends_the_run(project: Path, tmp_path: Path) -> None:
-    missing = f"data.train=[{{prefix: {tmp_path}/nothing}}]"
-    with supervised(project, tmp_path, *words(2), missing) as process:
-        assert process.wait(timeout=SECONDS) == 2
-    assert entries(tmp_path)[-1].event == "gave_up"
-    assert "nothing" in (tmp_path / "out").read_text().splitlines()[-1]
+    codes, said = agents_end(project, tmp_path, f"data.train=[{{prefix: {tmp_path}/nothing}}]")
+    assert codes == [2, 2] and entries(tmp_path)[-1].event == "gave_up"
+    assert all("nothing" in text.splitlines()[-1] for text in said), said
 
 
 def test_the_same_fault_again_and_again_ends_the_run(project: Path, tmp_path: Path) -> None:
@@ -183,16 +179,26 @@ def test_the_same_fault_again_and_again_ends_the_run(project: Path, tmp_path: Pa
     assert "the same fault 2 times without a step in between" in entries(tmp_path)[-1].reason
 
 
-def test_agents_that_something_else_has_started(project: Path, tmp_path: Path) -> None:
-    """One on each node; the first one holds the store."""
-    line = [sys.executable, "-m", "yuan_train", "supervise", "--cluster", str(project / "cluster.yaml")]
-    line += ["--config", str(project / "run.yaml"), "--meet", f"127.0.0.1:{free_port()}", *words(2)]
-    line += [f"log.directory={tmp_path / 'log'}", f"checkpoint.directory={tmp_path / 'checkpoints'}"]
-    agents = [subprocess.Popen([*line, "--this-node", node]) for node in ("a", "b")]
+def agents_end(project: Path, folder: Path, *more: str) -> tuple[list[int], list[str]]:
+    """Exit codes and output of agents that something else has started, one on each node; the first one holds
+    the store."""
+    line = ["supervise", "--cluster", project / "cluster.yaml", "--config", project / "run.yaml", *words(2)]
+    line += ["--meet", f"127.0.0.1:{free_port()}", f"log.directory={folder / 'log'}"]
+    line += [f"checkpoint.directory={folder / 'checkpoints'}", *more]
+    environment = {"OMP_NUM_THREADS": "1"}
+    agents = [
+        start_command([*line, "--this-node", node], folder / f"stderr-{node}", environment=environment)
+        for node in ("a", "b")
+    ]
     try:
-        assert [agent.wait(timeout=SECONDS) for agent in agents] == [0, 0]
+        codes, said = zip(*(agent.wait(within_seconds=SECONDS) for agent in agents), strict=True)
     finally:
         for agent in agents:
             agent.kill()
-            agent.wait()
+    return list(codes), list(said)
+
+
+def test_agents_that_something_else_has_started(project: Path, tmp_path: Path) -> None:
+    codes, said = agents_end(project, tmp_path)
+    assert codes == [0, 0], said
     assert [entry.event for entry in entries(tmp_path)] == ["started", "finished"]

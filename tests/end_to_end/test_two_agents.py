@@ -191,7 +191,8 @@ def test_ctrl_c_of_one_launcher_ends_both_and_is_told(project: Path, tmp_path: P
 
 
 def test_a_stopped_rank_is_ended_by_its_launcher(project: Path, tmp_path: Path) -> None:
-    """The only one of its node, which hears of nothing; within 10 s of the time-out."""
+    """The only one of its node, which hears of nothing; within 10 s of the time-out. Who waits for it says so
+    before that."""
     lines = launch_lines(project, tmp_path, f"127.0.0.1:{free_port()}")
     with started([[*line, "train.timeout=4 s"] for line in lines], tmp_path) as agents:
         wait_for_steps(tmp_path, agents)
@@ -205,6 +206,9 @@ def test_a_stopped_rank_is_ended_by_its_launcher(project: Path, tmp_path: Path) 
     assert codes == [1, 1]
     assert "error: the run ends: rank 2 (b/0 on" in first, first
     assert "error: rank 2 was stopped by a signal" in second, second
+    waits = r"step \d+: rank 1 \(pipeline 0, stage 1\) has waited \d s in the (forward|backward) of "
+    assert re.search(waits + r"micro-batch \d for rank 2's gradient", first), first
+    assert "Traceback" not in first + second
 
 
 def test_memory_that_runs_out_on_one_node_ends_both_launchers(project: Path, tmp_path: Path) -> None:
@@ -215,7 +219,8 @@ def test_memory_that_runs_out_on_one_node_ends_both_launchers(project: Path, tmp
         codes, (first, second) = ends(agents, within_seconds=SECONDS)
     assert codes == [1, 1], first + second
     assert re.search(r"error: the run ends: rank 2 \(b/0 on .*\): step 3: .*out of memory in", first), first
-    assert re.search(r"error: step 3: rank 2 \(pipeline 0, stage 2\).*out of memory in the", second), second
+    where = r"out of memory in the [\w ]+ of micro-batch \d"
+    assert re.search(rf"error: step 3: rank 2 \(pipeline 0, stage 2\).*{where}", second), second
     # Who has lost a rank that ended for the same reason does not blame that one.
     assert "is gone" not in first + second and "largest free block" in first and "largest free" in second
 
