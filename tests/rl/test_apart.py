@@ -7,8 +7,6 @@ import queue
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ from tests.support.rl import (
     run_rl_cases,
     write_rl,
 )
-from tests.support.spawn import patience, process_of, spawn, start_ranks, wait_for_step
+from tests.support.spawn import process_of, spawn, start_ranks, wait_for_step
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import load_rl
 from yuan_train.config.rl_plan import save_rl_plan
@@ -428,35 +426,6 @@ def test_an_engine_tells_the_policy_of_weights_at_fault_alone() -> None:
     assert answer.error == "ticket 2" and answer.samples == []
     with pytest.raises(TrainingError, match="the log-probability did not come"):
         served(TrainingError("rank 1 is gone: the log-probability did not come"))
-
-
-@pytest.mark.slow
-def test_the_loss_of_an_engine_is_named_in_ten_seconds(tmp_path: Path) -> None:
-    """Through the launcher: its exit code, and the role of the rank that is gone."""
-    path = write_rl(tmp_path)
-    lone = roles_of(path, staleness=1, policy="2x4: 4@0", engines="8x1: 4@0")
-    save_rl_plan(tmp_path / "plan.yaml", lone)
-    command = ["launch", "--config", str(path), "--plan", str(tmp_path / "plan.yaml"), "--this-node", "all"]
-    log = tmp_path / "log"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "yuan_train", *command, "train.steps=100000", f"log.directory={log}"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_step(log, 1, lambda: process.poll() is None)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    engine = next(
-        pid
-        for pid in children
-        if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b"L")
-    )
-    os.kill(int(engine), 9)
-    began = time.monotonic()
-    _, errors = process.communicate(timeout=patience(60))
-    assert time.monotonic() - began < patience(10)
-    assert process.returncode == 1
-    assert "rank 1 was killed by SIGKILL" in errors
-    assert "generation rank 0 (rank 1 of the job) is gone or stuck" in errors
 
 
 def test_what_an_rl_plan_asks_too_much_is_refused(tmp_path: Path, refuse: Refuse) -> None:

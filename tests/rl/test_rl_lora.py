@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.rl.test_rl_critic import tensors_of
-from tests.rl.test_rl_plans import check
+from tests.rl.test_rl_plans import PLANS, cases_of, check
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_close, read_lines, roles_of, run_rl, run_rl_cases, write_rl
 from yuan_train.config.architecture import is_trained
@@ -15,25 +15,20 @@ from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.rl.engines import weight_buckets
 
 LORA = "lora={rank: 2, alpha: 4}"
-PLANS = {
-    "wide": ("2x4: 1@0 | 3@1,2", "1f1b", False),
-    "pipelines": ("2x3: 1@0 | 3@1,2 / 2x1: 4@3", "zero_bubble", True),
-}
 KL = ("algorithm.kl={coefficient: 0.1}", "algorithm.updates=2", "generation.temperature=0.7", LORA)
 
 
 def test_the_plan_changes_nothing_and_the_reference_is_the_base(tmp_path: Path) -> None:
-    path = write_rl(tmp_path)
-    cases: dict[str, RLCase] = {}
-    for name, (text, schedule, sharding) in PLANS.items():
-        run = policy_run(load_rl(path, KL), sequence_length=16)
-        plan = parse_plan(run, text, schedule=schedule, optimizer_sharding=sharding)
-        cases[name] = RLCase(path, tmp_path / name, plan, KL)
+    cases = cases_of(
+        tmp_path, {name: PLANS[name] for name in ("uneven", "pipelines")}, dict.fromkeys(PLANS, KL)
+    )
     run_rl_cases([*cases.values()])
     check(tmp_path, cases)
-    curve = read_lines(cases["wide"].folder)
+    curve = read_lines(cases["uneven"].folder)
     # Before the first of two updates the policy is its base; it then leaves it.
-    once = run_rl(RLCase(path, tmp_path / "once", None, (*KL, "train.steps=1", "algorithm.updates=1")))
+    once = run_rl(
+        RLCase(tmp_path / "run.yaml", tmp_path / "once", None, (*KL, "train.steps=1", "algorithm.updates=1"))
+    )
     assert once[0]["kl"] == pytest.approx(0, abs=1e-12) and curve[1]["kl"] > curve[0]["kl"] > 1e-6
 
 

@@ -30,7 +30,7 @@ OVERRIDES = {"pipelines": KL, "unpacked": ("train.steps=1", "train.pack=false")}
 
 
 def test_the_plan_changes_nothing(tmp_path: Path) -> None:
-    cases = cases_of(tmp_path, PLANS)
+    cases = cases_of(tmp_path, PLANS, OVERRIDES)
     once = (*KL, "train.steps=1")
     plan = cases["pipelines"].plan
     broken = RLCase(tmp_path / "run.yaml", tmp_path / "broken", plan, once, without="sharded_grad_reduce")
@@ -42,16 +42,19 @@ def test_the_plan_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_nor_do_other_plans(tmp_path: Path) -> None:
-    cases = cases_of(tmp_path, MORE_PLANS)
+    cases = cases_of(tmp_path, MORE_PLANS, OVERRIDES)
     run_rl_cases([*cases.values()])
     check(tmp_path, cases)
 
 
-def cases_of(folder: Path, plans: dict[str, tuple[str, str, bool]]) -> dict[str, RLCase]:
+def cases_of(
+    folder: Path, plans: dict[str, tuple[str, str, bool]], changes: dict[str, tuple[str, ...]]
+) -> dict[str, RLCase]:
+    """By plan, with the changes for it, or of one step where there are none."""
     path = write_rl(folder)
     cases: dict[str, RLCase] = {}
     for name, (text, schedule, sharding) in plans.items():
-        overrides = OVERRIDES.get(name, ("train.steps=1",))
+        overrides = changes.get(name, ("train.steps=1",))
         run = policy_run(load_rl(path, overrides), sequence_length=16)
         plan = parse_plan(run, text, schedule=schedule, optimizer_sharding=sharding)
         cases[name] = RLCase(path, folder / name, plan, overrides)

@@ -38,6 +38,7 @@ PROMPTS: list[list[int]] = [
     [30] * 20,
 ]
 """Of unlike lengths; some hold the end of a document, after which positions begin anew."""
+GENERATED: dict[tuple[Any, ...], list[int]] = {}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def trained(checkpoint: Path) -> TrainedModel:
 def server(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A server under each plan, with few slots: answers wait for each other, and join and leave."""
+    """A server under a plan, with few slots: answers wait for each other, and join and leave."""
     folder = tmp_path_factory.mktemp("server")
     text, num_ranks = PLANS[request.param]
     plan = write_plan(folder, text) if text else None
@@ -68,16 +69,22 @@ def server(
             assert "Traceback" not in said
 
 
+ALONE = pytest.mark.parametrize("server", ["one process"], indirect=True, scope="module")
+"""What does not depend on the ranks behind a server: how it is asked, and how it answers."""
+
+
 @pytest.fixture
 def client(server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
 
 
 def expected(trained: TrainedModel, prompt: list[int], **options: Any) -> list[int]:
-    found = generate(
-        trained.model, prompt, eod_id=trained.eod_id, stop_ids=trained.stop_ids, **trained.resets, **options
-    )
-    return list(found)
+    """What `generate` gives: the same for the servers of all plans, and so made once."""
+    key = (tuple(prompt), *sorted(options.items()))
+    if key not in GENERATED:
+        given = {"eod_id": trained.eod_id, "stop_ids": trained.stop_ids, **trained.resets, **options}
+        GENERATED[key] = list(generate(trained.model, prompt, **given))
+    return GENERATED[key]
 
 
 def test_completions(client: Any, trained: TrainedModel) -> None:
@@ -106,6 +113,7 @@ def test_completions(client: Any, trained: TrainedModel) -> None:
             assert text == trained.tokenizer.decode(ids)
 
 
+@ALONE
 def test_a_stream_is_the_whole_in_pieces(client: Any, trained: TrainedModel) -> None:
     options = {"temperature": 1.0, "seed": 5}
     ids = expected(trained, PROMPTS[0], max_new_tokens=40, **options)
@@ -128,6 +136,7 @@ def test_a_stream_is_the_whole_in_pieces(client: Any, trained: TrainedModel) -> 
     assert chunks[-1].usage.completion_tokens == len(ids)
 
 
+@ALONE
 def test_chats(client: Any, trained: TrainedModel) -> None:
     messages = [
         {"role": "system", "content": "be kind"},
@@ -162,6 +171,7 @@ def test_chats(client: Any, trained: TrainedModel) -> None:
         assert "".join(piece.content for piece in pieces) == tokenizer.decode(ids)
 
 
+@ALONE
 def test_the_command_writes_the_same(server: Server, client: Any, checkpoint: Path, ask: Ask) -> None:
     """`generate` itself, with text and as a chat."""
     for kind in ([], ["--chat"]):
@@ -208,6 +218,7 @@ def test_several_answers_have_seeds_of_their_own(client: Any, trained: TrainedMo
         assert [choice.token_ids for choice in found.choices[3 * place : 3 * place + 3]] == rows
 
 
+@ALONE
 def test_a_stop_string_ends_an_answer_and_is_not_in_it(client: Any, trained: TrainedModel) -> None:
     tokenizer = trained.tokenizer
     assert tokenizer is not None
@@ -273,6 +284,7 @@ def test_64_streams_at_once_lose_nothing(client: Any, trained: TrainedModel) -> 
     assert health["running"] == health["waiting"] == 0
 
 
+@ALONE
 def test_models(client: Any) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME

@@ -15,7 +15,6 @@ from tests.support.models import tiny_model
 from tests.support.serving import NAME, Server, make_checkpoint, serving, write_plan
 from yuan_train.checkpoint.hf import write_model
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.cli.main import main
 from yuan_train.models.generate import generate
 from yuan_train.models.transformer import Transformer
 from yuan_train.rl.generator import Token
@@ -234,14 +233,3 @@ def test_pipelines_take_weights_together_or_not_at_all() -> None:
     for pipeline in pipelines:
         wanted = [Order(read="/new"), Order(take=False), Order(read="/new"), Order(take=True)]
         assert pipeline.orders == [*wanted, Order(stop=True)]
-
-
-def test_the_option_goes_to_all_ranks(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = write_plan(tmp_path, "1x1: 2@0 | 2@1")
-    words = ["serve", "--checkpoint", str(checkpoint), "--plan", str(plan), "--print"]
-    assert main(words) == 0
-    assert "--allow-weights" not in capsys.readouterr().out
-    assert main([*words, "--allow-weights"]) == 0
-    assert "--allow-weights" in capsys.readouterr().out

@@ -36,23 +36,21 @@ def train_words(folder: Path, *more: str) -> list[str]:
 def test_a_run_exports_as_the_command_does(
     tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every second checkpoint, of which the newest is kept; of RL without critic and reference."""
-    words, last = train_words(tmp_path, "checkpoint.asynchronous=true"), 4
+    """Every second checkpoint; of RL without critic and reference."""
+    words, last = train_words(tmp_path, "checkpoint.asynchronous=true"), 3
     if kind == "rl":
         run, last = write_rl(tmp_path), 2
         words = ["rl", "--config", str(run), f"checkpoint.directory={tmp_path / 'c'}", "checkpoint.every=1"]
         words += ["algorithm.name=ppo", "algorithm.kl={coefficient: 0.1, renew: 1}", "train.precision=fp32"]
-    checkpoints = tmp_path / "c"
-    assert main([*words, f"train.steps={last}", "checkpoint.export=2", "checkpoint.keep=1"]) == 0
-    assert names(checkpoints) == {f"step-0000000{last}", f"hf-step-0000000{last}"}
-    said = capfd.readouterr().err
-    assert re.findall(r"exported \S+/(\S+)", said) == [f"hf-step-0000000{n}" for n in (2, 4)[: last // 2]]
-    newest = checkpoints / f"step-0000000{last}"
-    assert main(["export-hf", str(newest), "--out", str(tmp_path / "hf")]) == 0
+    checkpoint = tmp_path / "c" / "step-00000002"
+    assert main([*words, f"train.steps={last}", "checkpoint.export=2", "checkpoint.keep=2"]) == 0
+    assert names(tmp_path / "c") == {"hf-step-00000002", *(f"step-0000000{last - n}" for n in (0, 1))}
+    assert re.findall(r"exported \S+/(\S+)", capfd.readouterr().err) == ["hf-step-00000002"]
+    assert main(["export-hf", str(checkpoint), "--out", str(tmp_path / "hf")]) == 0
     exported = sorted(path.name for path in (tmp_path / "hf").iterdir())
     assert "model.safetensors" in exported and "config.json" in exported
     for name in exported:
-        exported_beside = newest.with_name(f"hf-{newest.name}") / name
+        exported_beside = checkpoint.with_name(f"hf-{checkpoint.name}") / name
         assert exported_beside.read_bytes() == (tmp_path / "hf" / name).read_bytes(), name
 
 
