@@ -13,15 +13,10 @@ from tests.support.ranks import Case, run_alone, run_cases
 
 MODELS: dict[str, dict[str, Any]] = {
     "yuan": {"attention": "plain", "tie_embeddings": False},
-    "llama": {
-        "architecture": "llama",
-        "num_key_value_heads": 2,
-        "tie_embeddings": False,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    },
     "qwen2": {"architecture": "qwen", "num_key_value_heads": 2, "qkv_bias": True},
     "qwen3": {"architecture": "qwen", "num_key_value_heads": 2, "query_key_norm": True, "head_dim": 12},
 }
+"""Of Qwen 3 are all parts that a Llama has."""
 PLANS: dict[str, dict[str, Any]] = {
     "unlike widths": {
         "text": "1x4: 2@0,1 selective | 4@2 full / 1x4: 3@3 | 3@4,5",
@@ -42,7 +37,7 @@ def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) ->
     overrides = OVERRIDES + (RESETS if name == "yuan" else ())
     run = run_config(run_file, *overrides)
     alone = run_alone(Case(run_file, tmp_path / "alone", None, overrides))
-    # Qwen 3 has all that Llama has, and Qwen 2 all but biases.
+    # Qwen 3 has all that Qwen 2 has but biases.
     plans = list(PLANS) if name == "qwen3" else ["unlike widths"]
     cases = [Case(run_file, tmp_path / plan, parse_plan(run, **PLANS[plan]), overrides) for plan in plans]
     wide = parse_plan(run, **PLANS["unlike widths"])

@@ -24,8 +24,8 @@ from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
 
 OVERRIDES = (
-    *("train.steps=3", "train.precision=bf16", "data.sequence_length=48", "data.reset_attention=true"),
-    *("validation.every=2", "checkpoint.every=2", "checkpoint.asynchronous=true"),
+    *("train.steps=2", "train.precision=bf16", "data.sequence_length=48", "data.reset_attention=true"),
+    *("validation.every=1", "checkpoint.every=1", "checkpoint.asynchronous=true"),
     *("optimizer.bucket_size=2000", "train.global_batch_size=4"),
 )
 

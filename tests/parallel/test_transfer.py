@@ -41,7 +41,7 @@ from yuan_train.parallel.transfer import (
     view_of,
 )
 
-NUM_PAIRS = 100
+NUM_PAIRS = 64
 NUM_LAYERS = 3
 
 
