@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.rl.test_environments import changes, with_length
 from tests.support.models import VARIANTS
 from tests.support.project import MODEL, parse_plan
 from tests.support.rl import RLCase, assert_close, read_lines, roles_of, run_rl, run_rl_cases, write_rl
-from tools import rl_tasks
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.models.experts import Router
@@ -95,32 +93,3 @@ def test_what_is_not_there_for_experts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="balance: bias"):
         check_supported(biased, None, roles_of(path, staleness=0))
     check_supported(biased, None)
-
-
-EXPERTS = ("model.num_experts=4", "model.experts_per_token=2", "model.expert_ffn_hidden_size=64")
-
-
-@pytest.mark.slow
-def test_a_mixture_learns_under_an_uneven_plan(tmp_path: Path) -> None:
-    """The copy task from random weights, on two pipelines of one and two stages."""
-    prompts = tmp_path / "copy.jsonl"
-    rl_tasks.make("copy", prompts)
-    tasks = Path(rl_tasks.__file__)
-    overrides = (
-        *EXPERTS,
-        f"data.prompts=[{{file: '{prompts}'}}]",
-        "data.evaluation=",
-        "evaluation.every=0",
-        f"reward.functions=[{{python: '{tasks}:right'}}, {{python: '{tasks}:ends', weight: 0.2}}]",
-        "train.steps=60",
-        "train.micro_batch_size=64",
-        "train.device=cpu",
-        "checkpoint.directory=",
-    )
-    path = tasks.parents[1] / "configs/run/rl-tiny.yaml"
-    run = load_rl(path, overrides)
-    plan = parse_plan(policy_run(run), "64x5: 1@0 | 1@1 / 64x3: 2@2")
-    run_rl_cases([RLCase(path, tmp_path / "log", plan, overrides)])
-    curve = read_lines(tmp_path / "log")
-    assert statistics.fmean(line["reward"] for line in curve[-10:]) > 0.9
-    assert all(line["log_prob_gap"]["max"] < 2e-5 for line in curve)

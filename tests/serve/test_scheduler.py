@@ -141,22 +141,6 @@ def test_a_full_queue_takes_all_of_a_request_or_none() -> None:
     assert scheduler.load() == {"slots": 2, "running": 0, "waiting": 1}
 
 
-def test_who_leaves_frees_the_slot_for_who_waits() -> None:
-    pipeline = Pipeline()
-    running = Running([1], [pipeline], queue=5)
-    first, second = Client(), Client()
-    running.scheduler.submit([asked(0, 1000)], first)
-    running.scheduler.submit([asked(1, 1)], second)
-    running.scheduler.cancel([0])
-    pipeline.permits.release(1000)
-    assert second.changed.wait(20)
-    assert len(second.told) == 1
-    running.end()
-    left = [number for order in pipeline.orders for number in order.leave]
-    # It has left before its first round, or after.
-    assert left in ([0], [])
-
-
 def test_a_lost_pipeline_ends_all() -> None:
     was_asked = threading.Event()
 

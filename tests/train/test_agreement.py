@@ -28,7 +28,6 @@ from yuan_train.config.run import RunConfig
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import init_distributed, shutdown
 from yuan_train.train import agreement
-from yuan_train.train.agreement import flatten
 from yuan_train.train.job import Position, prepare
 
 WAIT = {"yuan_train.train.agreement.SEEN_WITHIN_SECONDS": 0.5}
@@ -157,15 +156,6 @@ def _tell_cards(rank: int, run_file: Path, port: int) -> None:
     short = fault(memory=GIB // 2)
     assert short.startswith("PlanError: rank 1 (") and "1.0 GiB at its peak" in short and "512.0 MiB" in short
     shutdown()
-
-
-def test_flatten() -> None:
-    assert flatten({"a": {"b": [1, {"c": 2}]}, "d": [], "e": None}) == {
-        "a.b[0]": 1,
-        "a.b[1].c": 2,
-        "d": [],
-        "e": None,
-    }
 
 
 # --- the checkpoint of all -------------------------------------------------------------------------------

@@ -300,12 +300,13 @@ def test_a_card_has_no_room_for_two_plans_and_needs_none(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its state waits on the host; without freeing what was there, the card is full."""
-    plans = [replace(plan_of(run_file, text), global_batch_size=2) for text in ("1x2: 6@0", "2x1: 6@0")]
+    texts = ("1x2: 6@0", "2x1: 6@0", "1x2: 6@0")
+    plans = [replace(plan_of(run_file, text), global_batch_size=2) for text in texts]
     more = ("train.precision=bf16", "checkpoint.every=0", "train.global_batch_size=2")
     card = FakeCard(memory=4 << 20)
     with card.counting():
         said = alone(Chain(run_file, tmp_path / "moves", plans, more), capsys, card)
-    assert said.count("moved in place after step") == 1 and card.faults == []
+    assert said.count("moved in place after step") == 2 and card.faults == []
     alone(Chain(run_file, tmp_path / "cpu", plans, more), capsys)
     losses = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in ("moves", "cpu")]
     assert losses[0] == losses[1]
