@@ -8,14 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.project import difference, make_plan, read_metrics, run_config
-from tests.support.spawn import Command, start_command, start_ranks, wait_for_step
+from tests.support.spawn import start_command, start_ranks, wait_for_step
 from yuan_train.checkpoint.load import describe
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
@@ -34,29 +32,21 @@ def job(run_file: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-@contextmanager
-def launched(words: list[str], folder: Path, *, until: int) -> Iterator[Command]:
-    """`yuan-train launch`, whose ranks are new processes, once the run has taken some steps."""
-    environment = {"OMP_NUM_THREADS": "1"}
-    words = ["launch", *words]
-    launcher = start_command(words, folder / "stderr", environment=environment, constants=IMPATIENT)
-    try:
-        wait_for_step(folder, until, launcher.process.is_alive)
-        yield launcher
-    finally:
-        launcher.kill()
-
-
 def pids_of_ranks(launcher: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
 def test_sigterm_to_the_launcher_saves_and_exits_with_0(job: list[str], tmp_path: Path) -> None:
     """While others are saved in the background."""
-    more = ["checkpoint.every=2", "checkpoint.keep=2", "checkpoint.asynchronous=true"]
-    with launched([*job, *more], tmp_path, until=3) as launcher:
+    words = ["launch", *job, "checkpoint.every=2", "checkpoint.keep=2", "checkpoint.asynchronous=true"]
+    environment = {"OMP_NUM_THREADS": "1"}
+    launcher = start_command(words, tmp_path / "stderr", environment=environment, constants=IMPATIENT)
+    try:
+        wait_for_step(tmp_path, 3, launcher.process.is_alive)
         launcher.process.terminate()
         code, errors = launcher.wait(within_seconds=120)
+    finally:
+        launcher.kill()
     assert code == 0, errors
     assert describe(tmp_path / "ck")["step"] == len(read_metrics(tmp_path)) and "SIGTERM" in errors
 

@@ -144,8 +144,7 @@ def _train(job: Job, device: Device | None = None) -> None:
 def disabled(key: str) -> Iterator[None]:
     """Disable a synchronisation, or another part that the result depends on, for a negative control.
 
-    `grad_reduce_overlap` only delays all gradient reductions to the end of the rank program, and `inductor`
-    only saves the time in which compiled layers become code.
+    `inductor` only saves the time in which compiled layers become code.
     """
     if not key:
         yield
@@ -159,7 +158,6 @@ def disabled(key: str) -> Iterator[None]:
         "page_gradient_up": (ParameterPages, "take", _forget_sums),
         "activation_fetch": (ActivationTiers, "_fetch", _fetch_nothing),
         "host_copy": (transport, "_host_copy", lambda tensor, device: torch.zeros_like(tensor)),
-        "grad_reduce_overlap": (GradReducer, "_start_complete", _start_all_at_the_end),
         "complete_gradients": (GradReducer, "before_step", _start_before_the_last_backward),
         "tensor_all_reduce": (tensor.dist, "all_reduce", _skip_activations(tensor.dist.all_reduce)),
         "expert_all_reduce": (apply, "reduce_from_tp", lambda part, group: part),
@@ -213,12 +211,6 @@ def _keep_own_tokens(own: torch.Tensor, whole: torch.Tensor, *, group: Any, asyn
     """The part that this rank would get, of its own sum alone."""
     own.copy_(whole.chunk(group.size())[group.rank()])
     return SimpleNamespace(wait=lambda: None)
-
-
-def _start_all_at_the_end(self: GradReducer) -> None:
-    while self._next >= 0 and not any(self._missing):
-        self._next -= 1
-        self._start(self._next + 1)
 
 
 def _start_before_the_last_backward(self: GradReducer, step: Step) -> None:
