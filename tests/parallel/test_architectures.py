@@ -54,7 +54,7 @@ def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) ->
 
 def test_bf16_keeps_fp32_masters_under_any_partition(run_file: Path, tmp_path: Path) -> None:
     # The partition does not change bf16 rounding, because each micro-batch is computed the same way.
-    overrides = ("train.precision=bf16", "train.steps=5", "optimizer.decay_steps=20")
+    overrides = ("train.precision=bf16", "train.steps=3", "optimizer.decay_steps=20")
     case = Case(run_file, tmp_path / "cut", make_plan(run_config(run_file), [[2, 3, 1]]), overrides)
     run_cases([case])
     reference = run_alone(replace(case, folder=tmp_path / "alone", plan=None))

@@ -36,8 +36,8 @@ TRACE = "train.trace={first_step: 3, steps: 2, kernels: true}"
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log directory of a run of two pipelines, the first of two stages, that share gradients."""
     folder = tmp_path_factory.mktemp("traced")
-    run_file = make_project(folder)
-    plan = parse_plan(run_config(run_file), "1x4: 2@0 | 4@1 / 1x4: 6@2", optimizer_sharding=True)
+    run_file = make_project(folder, model={"num_layers": 3})
+    plan = parse_plan(run_config(run_file), "1x4: 1@0 | 2@1 / 1x4: 3@2", optimizer_sharding=True)
     changes = ("train.steps=5", "validation.every=3", TRACE)
     run_cases(
         [
