@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.project import difference, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases, same_saved, saved_tensors
 from tests.support.spawn import free_port
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan_constraints import validate_plan
+from yuan_train.config.run import RunConfig
 from yuan_train.parallel.grid import Grid
 
 # In the short form of `parse_plan`.
@@ -300,3 +303,62 @@ def test_a_checkpoint_of_one_plan_loads_under_others(run_file: Path, tmp_path: P
         assert difference(lines, curve[2:]) < 1e-12, case.folder.name
     for name in others:
         assert same_saved(tmp_path / f"{name} still ck", tmp_path / "ck"), name
+
+
+@st.composite
+def valid_plans(draw: st.DrawFn, run: RunConfig, max_ranks: int = 5) -> dict:
+    """A random valid plan over at most `max_ranks` ranks, as the arguments of `parse_plan`."""
+    budget = max_ranks
+    texts: list[str] = []
+    shares = draw(st.sampled_from([[(1, 8)], [(2, 4)], [(1, 5), (1, 3)], [(1, 4), (2, 2)], [(4, 1), (1, 4)]]))
+    rank = 0
+    for p, (size, number) in enumerate(shares):
+        left = budget - (len(shares) - 1 - p)
+        stages: list[str] = []
+        num_stages = draw(st.integers(1, min(3, left)))
+        cuts = sorted(draw(st.lists(st.integers(0, 6), min_size=num_stages - 1, max_size=num_stages - 1)))
+        bounds = [0, *cuts, 6]
+        for s in range(num_stages):
+            room = left - (num_stages - 1 - s)
+            width = draw(st.sampled_from([w for w in (1, 2) if w <= room]))
+            most = min(room // width, number, 2)
+            count = draw(st.integers(1, most))
+            ranks = [list(range(rank + r * width, rank + (r + 1) * width)) for r in range(count)]
+            stages.append(f"{bounds[s + 1] - bounds[s]}@" + ";".join(",".join(map(str, r)) for r in ranks))
+            rank += width * count
+            left -= width * count
+        budget = left + (len(shares) - 1 - p)
+        texts.append(f"{size}x{number}: " + " | ".join(stages))
+    text, sharded = " / ".join(texts), draw(st.booleans())
+    num_stages = text.count("@")
+    shares = st.lists(st.sampled_from([1, 0.1, 3]), min_size=num_stages, max_size=num_stages)
+    return {
+        "text": text,
+        "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zero_bubble"])),
+        "optimizer_sharding": sharded,
+        "sequence_parallel": "," in text and draw(st.booleans()),
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])),
+        "optimizer_share": draw(shares) if sharded else [1] * num_stages,
+    }
+
+
+def test_random_valid_plans(run_file: Path, tmp_path: Path, exact: Alone) -> None:
+    run = run_config(run_file, *overrides("fp64"))
+    found: list[dict] = []
+
+    @settings(derandomize=True, deadline=None, max_examples=6)
+    @given(valid_plans(run))
+    def collect(plan: dict) -> None:
+        found.append(plan)
+
+    collect()
+    cases = [
+        Case(run_file, tmp_path / str(i), parse_plan(run, **plan), overrides("fp64"))
+        for i, plan in enumerate(found)
+    ]
+    for case, plan in zip(cases, found, strict=True):
+        assert case.plan is not None and not list(validate_plan(case.plan)), plan
+    run_cases(cases)
+    for case, plan in zip(cases, found, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert difference(read_metrics(case.folder), exact[0], key) < 1e-11, plan
