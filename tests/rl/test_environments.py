@@ -91,7 +91,7 @@ def changes(folder: Path, kind: str = "Echo", **more: Any) -> tuple[str, ...]:
     (folder / "echo.py").write_text(ECHO)
     stops = list(range(32))
     return (
-        f"environment={folder / 'echo.py'}:{kind}",
+        f"environment={{python: '{folder / 'echo.py'}:{kind}', timeout: 600 s}}",
         f"reward={{functions: [{{python: '{folder / 'echo.py'}:told'}}], workers: 1}}",
         "generation.max_new_tokens=24",
         f"generation.stop_ids={stops}",
