@@ -58,7 +58,7 @@ def told(browser: str, page: Path, folder: Path, widths: Sequence[int], script: 
     sheet.write_text(f"<meta charset=utf-8>{frames}<script>{script}</script>")
     words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
     words += ["--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
-    shown = subprocess.run([*words, sheet.as_uri()], capture_output=True, text=True, timeout=120)
+    shown = subprocess.run([*words, sheet.as_uri()], capture_output=True, text=True, timeout=600)
     match = re.search(r'data-\w+="([^"]*)"', shown.stdout)
     assert match is not None, shown.stderr[-500:]
     return match[1]

@@ -242,7 +242,6 @@ def doctor(bench: Bench) -> Verdict:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=35,
     )
     print(done.stdout, done.stderr, flush=True)
     if "ModuleNotFoundError" in done.stderr:
