@@ -63,15 +63,13 @@ int is_allowed(const struct search *search, const struct draft *draft)
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
         const struct draft_pipeline *pipeline = &draft->pipelines[p];
         sequences += pipeline->num_micro_batches * search->problem->sizes[pipeline->size];
-        for (int32_t s = 0; s < pipeline->num_stages; s++)
-            if (draft->stages[pipeline->first_stage + s].num_replicas > pipeline->num_micro_batches)
-                return 0; /* some would idle */
-    }
-    for (int32_t s = 0; s < draft->num_stages; s++) {
-        const struct draft_stage *stage = &draft->stages[s];
-        if (!(space->replicas >> stage->num_replicas & 1))
-            return 0;
-        cards += stage->num_replicas * stage->width;
+        for (int32_t s = 0; s < pipeline->num_stages; s++) {
+            const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
+            /* Of more replicas than micro-batches some would idle. */
+            if (stage->num_replicas > pipeline->num_micro_batches || !(space->replicas >> stage->num_replicas & 1))
+                return 0;
+            cards += stage->num_replicas * stage->width;
+        }
     }
     return sequences == search->problem->global_batch_size && keeps_form(search, draft) &&
            (!space->uses_all || cards == search->problem->num_cards);
