@@ -69,7 +69,7 @@ ROOMS = {
     "models": (27, 3616),
     "objectives": (3, 306),
     "parallel": (26, 7776),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (57, 11968),  # servers that draw the answers, by their tokens/s
+    "planner": (57, 11971),  # servers that draw the answers; what `search.replicas` asks of a batch, said
     "profile": (5, 1410),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7187),  # environments of what servers draw: a request a turn

@@ -277,6 +277,10 @@ def test_full_recompute_only_where_memory_requires_it():
         ({"tensor": (3,)}, r"search.tensor: \[3\] asks for .* cannot run yet, or not with this model; add 1"),
         ({"pipelines": (5,)}, r"no pipelines can be made: 4 cards, global_batch_size 16 .* pipelines \[5\]"),
         ({"num_micro_batches": (7,)}, r"num_micro_batches \[7\] has no solution; loosen"),
+        (
+            {"replicas": (5,)},
+            r"num_micro_batches any, of which replicas \[5\] need at least 5, has no solution",
+        ),
     ],
 )
 def test_search_keys_without_a_solution_are_refused(search, words):

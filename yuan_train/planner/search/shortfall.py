@@ -176,6 +176,9 @@ def describe_no_shape(problem: PlanProblem, options: Options, cards: Sequence[Ca
         "num_micro_batches": options.num_micro_batches,
     }
     wanted = ", ".join(f"{key} {'any' if own is None else list(own)}" for key, own in keys.items())
+    fewest = 1 if options.any_replicas else min(options.replicas)
+    if fewest > 1:
+        wanted += f", of which replicas {list(options.replicas)} need at least {fewest},"
     return (
         f"no pipelines can be made: {len(cards)} cards, global_batch_size {problem.global_batch_size} = "
         f"pipelines * micro_batch_size * num_micro_batches with {wanted} has no solution"
