@@ -26,7 +26,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissin
 from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMissingImports]
 
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.llama import hf
+from yuan_train.models.architectures import llama
 from yuan_train.models.published import Publishing
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.objectives.advantages import dr_grpo, grpo
@@ -133,14 +133,14 @@ def build_models(output: str) -> tuple[Transformer, Any]:
 
 def published_config(config: ModelConfig, **more: Any) -> LlamaConfig:
     """Hugging Face's configuration of a Llama of ours."""
-    found = hf.published_config(config, Publishing(dtype="float32"))
+    found = llama.published_config(config, Publishing(dtype="float32"))
     return LlamaConfig(**found | more)
 
 
 def published(config: ModelConfig, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our tensors under Hugging Face's names of a Llama."""
     found = {"score.weight": named["score.weight"].unsqueeze(0)} if "score.weight" in named else {}
-    for one in hf.published_layout(config):
+    for one in llama.published_layout(config):
         if one.name in named:
             found |= zip(one.parts, named[one.name].chunk(len(one.parts)), strict=True)
     return found

@@ -23,9 +23,9 @@ from yuan_train.checkpoint.stream import LazyTensor, save_streamed, split_into_s
 from yuan_train.config.document import Document
 from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.models.architectures.yuan import published_config, published_layout
 from yuan_train.models.published import Publishing
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.models.yuan.hf import published_config, published_layout
 
 ROOT = Path(__file__).parents[2]
 K = "model.layers.0.self_attn.k_proj.weight"

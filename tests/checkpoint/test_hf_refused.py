@@ -18,7 +18,7 @@ from yuan_train.checkpoint import hf
 from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import CheckpointError
-from yuan_train.models.yuan.hf import model_from_config
+from yuan_train.models.architectures.yuan import model_from_config
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

@@ -18,11 +18,11 @@ from yuan_train.config.architecture import find_parameter
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig, load_model, validate_model
 from yuan_train.models import experts as moe
+from yuan_train.models.architectures.yuan import published_layout
 from yuan_train.models.generate import generate
 from yuan_train.models.initial import initial_rows, initial_weight
 from yuan_train.models.recompute import SelectiveRecompute
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.models.yuan.hf import published_layout
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "yuan_m32_hf_tiny_a"
 M32 = Path(__file__).parents[2] / "configs/model/yuan2-m32.yaml"

@@ -22,8 +22,8 @@ from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
+from yuan_train.models.architectures.yuan import published_layout
 from yuan_train.models.published import described
-from yuan_train.models.yuan.hf import published_layout
 
 FILE = "model_optim_rng.pt"
 

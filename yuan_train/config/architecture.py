@@ -1,14 +1,13 @@
 """What an architecture is: its parameters, its work and its constraints, without torch.
 
-An architecture is a folder `yuan_train/models/NAME`: `spec.py` has its `ModelSpec`, `block.py` builds a
-layer, `hf.py` knows the published format. The planner reads the spec, the engine all of them.
+An architecture is a file of `yuan_train/models/architectures`: it has a `ModelSpec`, and the published format
+(`models/published.py`), if there is one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from yuan_train.config.errors import CheckpointError, Violation
 if TYPE_CHECKING:
     from yuan_train.config.model import ModelConfig
 
-FOLDER = "yuan_train.models"
+FOLDER = "yuan_train.models.architectures"
 
 Sharding = Literal["column", "row", "filter", "vocabulary", "head_norm", "expert", "whole"]
 """How a tensor-parallel group shards a module's parameters:
@@ -142,6 +141,8 @@ class ModelSpec:
     """Fields of `ModelConfig` that not all architectures have."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of fields whose default depends on the architecture."""
+    projections: Literal["interleaved", "grouped"]
+    """How weights hold queries, keys and values (`models/attention.py`)."""
     constraints: Callable[[ModelConfig], Iterator[Violation]]
     layer: Callable[[ModelConfig], tuple[ParameterSpec, ...]]
     """The parameters of a layer; names are inside the layer."""
@@ -157,13 +158,8 @@ class ModelSpec:
 @functools.cache
 def architectures() -> tuple[str, ...]:
     """The names of all architectures."""
-    folder = importlib.import_module(FOLDER)
     return tuple(
-        sorted(
-            found.name
-            for found in pkgutil.iter_modules(folder.__path__)
-            if found.ispkg and importlib.util.find_spec(f"{FOLDER}.{found.name}.spec") is not None
-        )
+        sorted(found.name for found in pkgutil.iter_modules(importlib.import_module(FOLDER).__path__))
     )
 
 
@@ -172,26 +168,30 @@ def find_spec(architecture: str) -> ModelSpec:
     """The spec of an architecture. Raises KeyError if there is none of this name."""
     if architecture not in architectures():
         raise KeyError(architecture)
-    return importlib.import_module(f"{FOLDER}.{architecture}.spec").SPEC
+    return find_module(architecture).SPEC
 
 
-def find_module(architecture: str, part: Literal["block", "hf"]) -> ModuleType:
-    """A module of an architecture's folder: `block` (needs torch) or `hf`."""
-    return importlib.import_module(f"{FOLDER}.{architecture}.{part}")
+def find_module(architecture: str) -> ModuleType:
+    """The file of an architecture."""
+    return importlib.import_module(f"{FOLDER}.{architecture}")
 
 
 def find_format(config: Mapping[str, Any], *, where: str) -> ModuleType:
-    """The `hf` module that reads a `config.json`, by its `model_type`: see `models/published.py`.
+    """The architecture that reads a `config.json`, by its `model_type`: see `models/published.py`.
 
     Raises CheckpointError, naming `where`, for another one.
     """
     wanted = config.get("model_type", "yuan")
-    formats = [find_module(architecture, "hf") for architecture in architectures()]
-    for found in formats:
-        if wanted in found.MODEL_TYPES:
-            return found
-    known = ", ".join(name for found in formats for name in found.MODEL_TYPES)
-    raise CheckpointError(f"{where}: model_type {wanted!r}; wanted one of {known}")
+    known = model_types()
+    if not isinstance(wanted, str) or wanted not in known:
+        raise CheckpointError(f"{where}: model_type {wanted!r}; wanted one of {', '.join(known)}")
+    return find_module(known[wanted])
+
+
+def model_types() -> dict[str, str]:
+    """The architecture that reads a `config.json`, by its `model_type`; one without a published format has
+    none."""
+    return {kind: own for own in architectures() for kind in getattr(find_module(own), "MODEL_TYPES", ())}
 
 
 def ends(model: ModelConfig) -> tuple[ParameterSpec, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from yuan_train.config.architecture import architectures, find_module
+from yuan_train.config.architecture import model_types
 from yuan_train.config.document import Document
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build
@@ -129,7 +129,7 @@ _OTHERS = {"phi3": "Its rotary embedding, window and projections are its own"}
 def has_shape(document: Document) -> bool:
     """Whether `shape_from_config` is to read a `config.json`: all but those of the engine's other models."""
     kind = document.value.get("model_type", "llama")
-    return kind in _ABSENT or not any(kind in find_module(name, "hf").MODEL_TYPES for name in architectures())
+    return kind in _ABSENT or kind not in model_types()
 
 
 def shape_from_config(document: Document, *, name: str) -> ModelShape:

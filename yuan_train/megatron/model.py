@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
 
-from yuan_train.config.architecture import find_module, sharding_of
+from yuan_train.config.architecture import sharding_of
 from yuan_train.config.express import Expression
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan
@@ -83,7 +83,7 @@ class SelfAttention(core.MegatronModule):
         device, dtype = _place(config)
         self._batches = batches
         group = pg_collection.tp
-        whole = _our_block(model, torch.device("meta"), dtype)
+        whole = Block(model, device=torch.device("meta"), dtype=dtype)
         self.attention = whole.attention
         for name, child in list(self.attention.named_children()):
             if isinstance(child, Linear):
@@ -108,7 +108,7 @@ class ExpertLayer(core.MegatronModule):
     def __init__(self, config: Any, *, model: ModelConfig) -> None:
         super().__init__(config=config)
         device, dtype = _place(config)
-        whole = _our_block(model, torch.device("meta"), dtype)
+        whole = Block(model, device=torch.device("meta"), dtype=dtype)
         self.router, self.experts = (
             whole.router.to_empty(device=device),
             whole.experts.to_empty(device=device),
@@ -182,10 +182,6 @@ def _layer_spec(model: ModelConfig, layer: int, batches: Batches) -> Any:
             mlp_bda=drop_add("feed_forward"),
         ),
     )
-
-
-def _our_block(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Block:
-    return find_module(model.architecture, "block").build_block(model, device=device, dtype=dtype)
 
 
 def _cut(linear: Linear, config: Any, group: Any, *, is_row: bool) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Causal self-attention, whole and token by token: all that does not depend on how heads are projected.
+"""Causal self-attention, whole and token by token, and how architectures project its heads.
 
 B = sequences, S = tokens of a sequence, P = tokens of a cache, H = hidden size, N = query heads,
 M = key-value heads, D = size of a head.
@@ -22,7 +22,7 @@ from yuan_kernels import ops
 from yuan_kernels.ops import DocumentRanges
 
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.layers import Linear
+from yuan_train.models.layers import Linear, RMSNorm
 from yuan_train.models.rotary import RotaryTables
 
 
@@ -197,3 +197,66 @@ class SelfAttention(nn.Module):
             query_BSND, cache.keys_BPMD[:, :last], cache.values_BPMD[:, :last], visible
         )
         return self.out(heads_BSND.flatten(2))
+
+
+class InterleavedAttention(SelfAttention):
+    """Yuan's multi-head attention; the rows of `query_key` are interleaved per head.
+
+    The values come from the unfiltered input, queries and keys from the filtered one (paper, section 2.1):
+
+        f = RMSNorm(filter(u) + u)      v = u Wv^T      (q, k) = f Wqk^T
+
+    with rotary embedding on q and k. For plain attention f = u. Head j has the query rows [2jD, (2j+1)D) and
+    the key rows [(2j+1)D, (2j+2)D), so that contiguous rows hold whole heads.
+    """
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        hidden, projection = config.hidden_size, config.projection_size
+        self.value = Linear(hidden, projection, device=device, dtype=dtype)
+        self.query_key = Linear(hidden, 2 * projection, device=device, dtype=dtype)
+        self.out = Linear(projection, hidden, device=device, dtype=dtype)
+
+    def project(
+        self, u_BSH: Tensor, filtered_BSH: Tensor, rotary: RotaryTables
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Queries and keys, interleaved, are rotated as one tensor of 2N heads.
+        query_key = rotary.rotate(self.split_heads(self.query_key(filtered_BSH)))
+        query_BSND, key_BSND = query_key.unflatten(2, (-1, 2)).unbind(3)
+        return query_BSND, key_BSND, self.split_heads(self.value(u_BSH))
+
+
+class GroupedAttention(SelfAttention):
+    """Llama's and Qwen's: N query heads read M key-value heads, N/M of them each one (Ainslie et al. 2023);
+    biases and head norms if the model asks for them."""
+
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(config)
+        hidden, epsilon = config.hidden_size, config.norm_epsilon
+
+        def projection(size: int) -> Linear:
+            return Linear(hidden, size, bias=config.qkv_bias, device=device, dtype=dtype)
+
+        self.query = projection(config.projection_size)
+        self.key = projection(config.key_value_size)
+        self.value = projection(config.key_value_size)
+        if config.query_key_norm:
+            self.query_norm = RMSNorm(config.head_dim, epsilon, device=device, dtype=dtype)
+            self.key_norm = RMSNorm(config.head_dim, epsilon, device=device, dtype=dtype)
+        self.has_norms = config.query_key_norm
+        self.out = Linear(config.projection_size, hidden, device=device, dtype=dtype)
+
+    def project(
+        self, u_BSH: Tensor, filtered_BSH: Tensor, rotary: RotaryTables
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query_BSND = self.split_heads(self.query(u_BSH))
+        key_BSMD = self.split_heads(self.key(u_BSH))
+        if self.has_norms:
+            query_BSND, key_BSMD = self.query_norm(query_BSND), self.key_norm(key_BSMD)
+        return *rotary.rotate_both(query_BSND, key_BSMD), self.split_heads(self.value(u_BSH))
+
+
+def build_attention(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> SelfAttention:
+    """The attention of a layer, its parameters uninitialised."""
+    kinds = {"interleaved": InterleavedAttention, "grouped": GroupedAttention}
+    return kinds[config.spec.projections](config, device=device, dtype=dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from yuan_train.config.architecture import half_of
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.attention import DocumentRanges, LayerCache, SelfAttention
+from yuan_train.models.attention import DocumentRanges, LayerCache, build_attention
 from yuan_train.models.dropout import Tokens
 from yuan_train.models.experts import Experts, Router
 from yuan_train.models.layers import FeedForward, LocalizedFilter, RMSNorm
@@ -57,27 +57,21 @@ WHOLE = HiddenLayout()
 
 
 class Block(nn.Module):
-    """One layer of any architecture. Without `filter`, queries and keys come from the norm, as values do.
+    """One layer of any architecture, its parameters uninitialised. Without a filter, queries and keys come
+    from the norm, as values do.
 
     A stage of a plan may hold one half of a layer only; see `keep_half`.
     """
 
     layout: HiddenLayout = WHOLE
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        filter: LocalizedFilter | None,
-        attention: SelfAttention,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, epsilon = config.hidden_size, config.norm_epsilon
         self.attention_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
-        self.filter = filter
-        self.attention = attention
+        has_filter = config.attention == "localized_filter"
+        self.filter = LocalizedFilter(config, device=device, dtype=dtype) if has_filter else None
+        self.attention = build_attention(config, device=device, dtype=dtype)
         self.feed_forward_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
         if config.num_experts:
             self.router = Router(config, device=device, dtype=dtype)

@@ -320,7 +320,7 @@ def rotary_buffer(layer: int) -> str:
 
 
 class PublishedFormat(Protocol):
-    """What an architecture's `hf.py` has."""
+    """What the file of an architecture has that is published."""
 
     MODEL_TYPES: tuple[str, ...]
     """`model_type` of the configs that it reads."""
@@ -348,7 +348,7 @@ class PublishedFormat(Protocol):
 
 def format_of(architecture: str) -> PublishedFormat:
     """The published format of an architecture."""
-    return cast(PublishedFormat, find_module(architecture, "hf"))
+    return cast(PublishedFormat, find_module(architecture))
 
 
 def format_for(config: Mapping[str, Any], *, where: str) -> PublishedFormat:

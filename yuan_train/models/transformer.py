@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from yuan_kernels import ops
 
-from yuan_train.config.architecture import adapted, find_module
+from yuan_train.config.architecture import adapted
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, validate_model
 from yuan_train.models.attention import DocumentRanges, LayerCache
@@ -131,8 +131,7 @@ class Transformer(nn.Module):
         device = torch.device("cpu" if device is None else device)
         if embedding or (head and config.tie_embeddings):
             self.embedding = Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        build = find_module(config.architecture, "block").build_block
-        blocks = {str(i): build(config, device=device, dtype=dtype) for i in numbers}
+        blocks = {str(i): Block(config, device=device, dtype=dtype) for i in numbers}
         # Not a ModuleList: its keys would count from 0 in every part.
         self.layers = nn.ModuleDict(blocks)
         for i, block in self.blocks.items():

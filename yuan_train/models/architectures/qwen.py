@@ -1,17 +1,40 @@
-"""The published Hugging Face formats of Qwen 2 and 2.5 (model_type `qwen2`) and of Qwen 3 (`qwen3`, and
-`qwen3_moe` with experts)."""
+"""Qwen 2.5 (arXiv 2412.15115) and Qwen 3 (arXiv 2505.09388): Llama's layer with biases or head norms.
+
+With experts, which have head norms, it is Qwen 3's mixture. The published Hugging Face formats are those of
+Qwen 2 and 2.5 (model_type `qwen2`) and of Qwen 3 (`qwen3`, and `qwen3_moe` with experts).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from yuan_train.config.errors import CheckpointError
+from yuan_train.config.errors import CheckpointError, Violation
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.llama.hf import MODEL_CODE, STORES_TIED_HEAD, published_layout, resets_of
+from yuan_train.models.architectures.llama import MODEL_CODE, STORES_TIED_HEAD, published_layout, resets_of
+from yuan_train.models.architectures.llama import SPEC as LLAMA
 from yuan_train.models.published import DEFAULTS, Publishing, decoder_config, decoder_from_config, refuse
 
+
+def _constraints(model: ModelConfig) -> Iterator[Violation]:
+    if model.qkv_bias == model.query_key_norm:
+        yield Violation(
+            ("query_key_norm",), "Qwen 2.5 has qkv_bias, Qwen 3 has query_key_norm; give exactly one of them"
+        )
+
+
 __all__ = ["MODEL_CODE", "STORES_TIED_HEAD", "published_layout", "resets_of"]
+
+SPEC = replace(
+    LLAMA,
+    title="Qwen",
+    takes=LLAMA.takes | {"qkv_bias", "query_key_norm"},
+    constraints=_constraints,
+)
+
+
+# --- the published format ---------------------------------------------------------------------------------
 
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe")
 

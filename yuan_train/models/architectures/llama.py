@@ -1,13 +1,18 @@
-"""The published Hugging Face formats of Llama (model_type `llama`), Mistral, whose layer is Llama's, and
-Mixtral, and the layout that Qwen's share."""
+"""Llama 3 (arXiv 2407.21783): grouped-query attention, SwiGLU, RMSNorm, scaled rotary embedding.
+
+With experts it is Mixtral (arXiv 2401.04088). The published Hugging Face formats are those of Llama
+(model_type `llama`), Mistral, whose layer is Llama's, and Mixtral; Qwen's share the layout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from yuan_train.config.architecture import ModelSpec, Normal, ParameterSpec, SublayerWork
 from yuan_train.config.errors import CheckpointError
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import EXPERT_FIELDS, ModelConfig
+from yuan_train.models import sizes
 from yuan_train.models.published import (
     DEFAULTS,
     Publishing,
@@ -19,6 +24,34 @@ from yuan_train.models.published import (
     refuse_bias,
 )
 
+
+def layer(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """The parameters of a layer, drawn from N(0, init_std) as transformers does."""
+    return (*sizes.grouped_attention(model), *sizes.feed_forward(model, out=Normal(model.init_std)))
+
+
+def sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
+    """The work of attention and of the feed-forward."""
+    attention = sizes.parameters_of(sizes.grouped_attention(model))
+    feed_forward = sizes.parameters_of(sizes.feed_forward(model, out=Normal(model.init_std)))
+    return sizes.grouped_attention_work(model, attention), sizes.feed_forward_work(model, feed_forward)
+
+
+SPEC = ModelSpec(
+    title="Llama 3",
+    takes=frozenset(("num_key_value_heads", "rope_scaling", *EXPERT_FIELDS)),
+    defaults={"attention": "plain"},
+    projections="grouped",
+    constraints=lambda model: iter(()),
+    layer=layer,
+    sublayers=sublayers,
+    tensor_sizes=sizes.tensor_sizes,
+    held_experts=sizes.held_experts_work,
+)
+
+
+# --- the published format ---------------------------------------------------------------------------------
+
 MODEL_TYPES = ("llama", "mistral", "mixtral")
 MODEL_CODE: tuple[str, ...] = ()
 STORES_TIED_HEAD = False
@@ -26,10 +59,10 @@ STORES_TIED_HEAD = False
 
 def published_layout(model: ModelConfig) -> Iterator[TensorMapping]:
     """Every tensor of a model, in the model's order; a tied output head is left out."""
-    return decoder_layout(model, _layer)
+    return decoder_layout(model, _published_layer)
 
 
-def _layer(model: ModelConfig, ours: str, published: str) -> Iterator[TensorMapping]:
+def _published_layer(model: ModelConfig, ours: str, published: str) -> Iterator[TensorMapping]:
     """Yield the tensors of one layer; `feed_forward.up` stacks the gate, which has the silu, on `up_proj`."""
     hidden, width = model.hidden_size, model.ffn_hidden_size
     attention, mlp = f"{published}.self_attn", f"{published}.mlp"
