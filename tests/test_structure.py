@@ -32,9 +32,8 @@ MORE_PARAMETERS = {
     "yuan_train/models/generate.py: generate_batch": 12,
     "yuan_train/models/transformer.py: __init__": 8,
     "yuan_train/parallel/tiers/optimizer.py: make_shards": 9,
-    "yuan_train/planner/costs/memory.py: stage_memory": 10,
+    "yuan_train/planner/evaluate/memory.py: stage_memory": 10,
     "yuan_train/estimate/memory.py: yuan_memory": 8,
-    "yuan_train/planner/evaluate/simulator.py: simulate_schedule": 9,
     "yuan_train/planner/roles/placement.py: place": 8,
     "yuan_train/rl/generator.py: __init__": 12,
     "yuan_train/rl/updates.py: __init__": 8,
@@ -59,21 +58,21 @@ SAME_NAMES = {
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
     "checkpoint": (10, 3004),
-    "cli": (32, 6513),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
-    "config": (17, 6461),  # signals, of seven commands; durations in words, rent; names of cards, cut once
+    "cli": (32, 6503),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "config": (17, 6471),  # signals, of seven commands; experts that a rank holds, asked of a plan
     "data": (11, 3096),
-    "estimate": (5, 1054),  # What `estimate` counts left the planner, which does not ask for it.
+    "estimate": (5, 1055),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (8, 1198),
-    "megatron": (4, 1125),
-    "models": (27, 3616),
+    "megatron": (4, 1121),
+    "models": (19, 3539),
     "objectives": (3, 306),
-    "parallel": (26, 7776),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (57, 11971),  # servers that draw the answers; what `search.replicas` asks of a batch, said
+    "parallel": (26, 7774),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "planner": (55, 11925),  # servers that draw the answers; what `search.replicas` asks of a batch, said
     "profile": (5, 1410),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7187),  # environments of what servers draw: a request a turn
-    "schedule": (9, 2003),
+    "schedule": (9, 2032),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (6, 1768),  # what is reset at document ends goes with the weights
     "supervise": (7, 2093),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (23, 6429),  # it is noted how long a rank stood still

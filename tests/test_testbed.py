@@ -31,7 +31,7 @@ from yuan_train.cli.plan import problem_of
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.plan import ScheduleName
 from yuan_train.config.run import load_run
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 
 ROOT = Path(__file__).parents[1]

@@ -26,8 +26,8 @@ from yuan_train.config.model import LoraConfig, ModelConfig, validate_model
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.plan_constraints import load_plan, save_plan, validate_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.planner.costs.unit_costs import logit_rows
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import logit_rows, make_costs
 from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import search_plan

@@ -20,9 +20,9 @@ from yuan_train.config.errors import CheckpointError, ConfigError, TrainingError
 from yuan_train.config.model import load_model
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.models.transformer import Transformer
-from yuan_train.planner.costs.memory import scoring_bytes
 from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.planner.costs.workload import TokenRows
+from yuan_train.planner.evaluate.memory import scoring_bytes
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.train.evaluate import load_trained

@@ -5,8 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.test_workers import UNITS, seconds_of
-from yuan_train.schedule.check import check_schedule, peak_in_flight
-from yuan_train.schedule.schedules import forward_only, gpipe, make_schedule, one_forward_one_backward
+from yuan_train.schedule.check import check_schedule
+from yuan_train.schedule.schedules import (
+    forward_only,
+    gpipe,
+    make_schedule,
+    one_forward_one_backward,
+    peak_in_flight,
+)
 from yuan_train.schedule.step import RankProgram, one_worker_each
 
 stages = st.integers(1, 7)

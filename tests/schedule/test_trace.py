@@ -5,7 +5,8 @@ from collections import Counter
 from itertools import pairwise
 
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
-from yuan_train.schedule.step import Step
+from yuan_train.schedule.schedules import ProgramShape
+from yuan_train.schedule.step import Step, one_worker_each
 from yuan_train.schedule.trace import (
     Span,
     TimedStep,
@@ -25,7 +26,7 @@ def tracks():
         send_activation_seconds=(0.5,),
         send_gradient_seconds=(0.5,),
     )
-    simulation = simulate_schedule("1f1b", times, num_micro_batches=3)
+    simulation = simulate_schedule(ProgramShape("1f1b", one_worker_each(2), 3), times)
     return [
         TraceTrack(process=f"card {s}", pipeline=0, stage=s, steps=steps, label=f"layers {s}")
         for s, steps in enumerate(simulation.timed_steps)

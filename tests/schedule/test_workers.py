@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from yuan_train.schedule.check import check_schedule, peak_in_flight
-from yuan_train.schedule.schedules import SCHEDULES, forward_only, make_schedule
+from yuan_train.schedule.check import check_schedule
+from yuan_train.schedule.schedules import SCHEDULES, forward_only, make_schedule, peak_in_flight
 from yuan_train.schedule.step import Schedule, Step, Workers, num_workers, one_worker_each
 
 UNITS = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}

@@ -25,7 +25,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.profile import ProfileEntry, StageStart, load_profile
 from yuan_train.parallel.device import CPU, Device
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.profile import units
 from yuan_train.train import job
 from yuan_train.train.memory import can_track_memory

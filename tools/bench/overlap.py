@@ -33,7 +33,7 @@ from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig, load_run
-from yuan_train.planner.costs.plan_problem import Costs, make_costs
+from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 

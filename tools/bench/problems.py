@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.search.candidate import Space, TimeLimit
 from yuan_train.planner.search.shapes import Options
 

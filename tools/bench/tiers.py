@@ -3,7 +3,7 @@
 Each row is one optimizer step of one worker. The copies are real, between anonymous memory (the "card") and
 the host's slab, over links that take as long as their rate says; the compute of a part is a sleep, so that a
 machine with other work on it measures the same. On a card it would not: its copies keep its compute waiting,
-and not the host, which sleeps here. `yuan_train/planner/evaluate/clocks.py` forecasts the step.
+and not the host, which sleeps here. `yuan_train/planner/evaluate/simulator.py` forecasts the step.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.tiers.slab import HostSlab, make_links
-from yuan_train.planner.evaluate.clocks import PageTimes, PartTimes
-from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
+from yuan_train.planner.evaluate.simulator import (
+    PageTimes,
+    PartTimes,
+    Simulation,
+    StageTimes,
+    simulate_schedule,
+)
 from yuan_train.schedule.copies import Offload, Offloads, group_copies, with_copies
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, with_pages
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import PAGING, RankProgram, one_worker_each
 
 PARTS, MICRO_BATCHES, IN_FLIGHT = 8, 12, 4
@@ -83,13 +88,8 @@ def forecast(copies: RankProgram, seconds: float, copy_seconds: float) -> Simula
         copy_seconds=(copy_seconds,) * PARTS,
     )
     times = replace(_times(seconds), parts=(parts,))
-    return simulate_schedule(
-        "1f1b",
-        times,
-        num_micro_batches=MICRO_BATCHES,
-        in_flight=(IN_FLIGHT,),
-        copies={0: group_copies(copies)},
-    )
+    shape = ProgramShape("1f1b", one_worker_each(1), MICRO_BATCHES, (IN_FLIGHT,))
+    return simulate_schedule(shape, times, copies={0: group_copies(copies)})
 
 
 def _times(seconds: float) -> StageTimes:
@@ -163,7 +163,8 @@ def forecast_pages(groups: PagedGroups, seconds: float, copy_seconds: float, gro
         gradient_seconds=(copy_seconds,) * PARTS,
     )
     times = replace(_times(seconds), pages=(own,))
-    return simulate_schedule("1f1b", times, num_micro_batches=MICRO_BATCHES, group=group, pages={0: groups})
+    shape = ProgramShape("1f1b", one_worker_each(1), MICRO_BATCHES, group=group)
+    return simulate_schedule(shape, times, pages={0: groups})
 
 
 def measure_pages(

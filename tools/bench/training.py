@@ -22,7 +22,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, SearchConfig, load_run
-from yuan_train.planner.costs.plan_problem import Costs, make_costs
+from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.expert_groups import expert_plans
 from yuan_train.planner.search.search import search_plan

@@ -33,9 +33,10 @@ from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import Profile, load_profile
 from yuan_train.config.run import RunConfig, Source, load_run
 from yuan_train.data.indexed import IndexedWriter, token_dtype
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
-from yuan_train.planner.evaluate.simulator import simulate_schedule
+from yuan_train.planner.evaluate.simulator import program_shape, simulate_schedule
 from yuan_train.planner.search.search import search_plan
 from yuan_train.profile.units import machine_name
 
@@ -310,7 +311,7 @@ def replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
     of the error is due to links, gradient reduction and the executor."""
     expected = forecast_busy(plan, cost)
     ends: list[float] = []
-    for pipeline, times, workers in zip(plan.pipelines, cost.times, cost.workers, strict=True):
+    for p, (pipeline, times) in enumerate(zip(plan.pipelines, cost.times, strict=True)):
         factors = [
             statistics.mean(busy[rank] / expected[rank] for replica in stage.replicas for rank in replica)
             for stage in pipeline.stages
@@ -325,14 +326,7 @@ def replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
             backward_seconds=scaled(times.backward_seconds),
             weight_seconds=scaled(times.weight_seconds) if times.weight_seconds else (),
         )
-        count = pipeline.num_micro_batches
-        simulation = simulate_schedule(
-            plan.schedule,
-            measured,
-            num_micro_batches=count,
-            workers=workers,
-            in_flight=pipeline.depths(plan.schedule),
-        )
+        simulation = simulate_schedule(program_shape(plan, p), measured)
         ends.append(simulation.step_seconds)
     return max(ends) + cost.step_seconds - cost.compute_seconds
 

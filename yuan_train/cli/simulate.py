@@ -167,7 +167,7 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
 def _cost(arguments: argparse.Namespace, plan: Plan) -> PlanCost:
     from yuan_train.config.cluster import load_cluster
     from yuan_train.config.profile import read_profiles
-    from yuan_train.planner.costs.plan_problem import make_costs
+    from yuan_train.planner.costs.unit_costs import make_costs
     from yuan_train.planner.evaluate.plan_cost import cost_plan
 
     cluster = load_cluster(arguments.cluster)
@@ -202,20 +202,10 @@ def simulate_forecast(plan: Plan, *, sends: Sends = "overlapped") -> list[Simula
 
     Raises PlanError if the forecast lacks a stage's times.
     """
-    from yuan_train.planner.evaluate.simulator import simulate_schedule
+    from yuan_train.planner.evaluate.simulator import program_shape, simulate_schedule
 
-    return [
-        simulate_schedule(
-            plan.schedule,
-            _forecast_times(plan, p),
-            num_micro_batches=pipeline.num_micro_batches,
-            workers=pipeline.workers,
-            in_flight=pipeline.depths(plan.schedule),
-            sends=sends,
-            group=pipeline.page_group,
-        )
-        for p, pipeline in enumerate(plan.pipelines)
-    ]
+    numbers = range(len(plan.pipelines))
+    return [simulate_schedule(program_shape(plan, p), _forecast_times(plan, p), sends=sends) for p in numbers]
 
 
 def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:

@@ -480,6 +480,16 @@ def expert_parameters(model: ModelConfig) -> int:
     return sum(parameter.size for parameter in model.spec.layer(model) if parameter.sharding == "expert")
 
 
+def held_experts(plan: Plan, stage: StagePlan) -> list[tuple[int, int]]:
+    """Experts of each layer that each rank of a stage's replicas holds, in a plan that divides them, and
+    their parameters in all layers of the stage."""
+    model = plan.model
+    layers = max(math.floor(stage.layers[1]) - math.ceil(stage.layers[0] - 0.5), 0)
+    parameters = layers * expert_parameters(model)
+    counts = [last - first for first, last in expert_ranges(model, stage) or ((0, model.num_experts),)]
+    return [(count, count * parameters // max(model.num_experts, 1)) for count in counts]
+
+
 def num_units(plan: Plan) -> int:
     """Number of units of a plan."""
     return plan.model.num_layers + len(plan.divided_layers) + 2

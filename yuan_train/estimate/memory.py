@@ -18,9 +18,9 @@ from yuan_train.config.model import LoraConfig, ModelConfig
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.run import Recompute
 from yuan_train.estimate.shape import ModelShape
-from yuan_train.planner.costs.memory import scoring_bytes, stage_memory
 from yuan_train.planner.costs.unit_costs import CardCosts, card_costs, value_model
 from yuan_train.planner.costs.workload import TokenRows
+from yuan_train.planner.evaluate.memory import scoring_bytes, stage_memory
 from yuan_train.planner.roles.decode import Writing
 
 

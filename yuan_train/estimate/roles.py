@@ -14,7 +14,8 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.planner.costs.owners import cards_of
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost

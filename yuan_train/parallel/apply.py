@@ -41,10 +41,10 @@ from yuan_train.parallel.tensor import (
 from yuan_train.parallel.tiers.parameters import StagePages, page_slab, stage_pages
 from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.zero import EngineOptions, OwnedState, make_states
-from yuan_train.schedule.check import check_copies, check_schedule, peak_in_flight
+from yuan_train.schedule.check import check_copies, check_schedule
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
 from yuan_train.schedule.messages import arrivals_proven, post_early
-from yuan_train.schedule.schedules import forward_only, make_schedule
+from yuan_train.schedule.schedules import forward_only, make_schedule, peak_in_flight
 from yuan_train.schedule.step import RankProgram, Schedule
 
 

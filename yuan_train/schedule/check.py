@@ -68,24 +68,6 @@ def check_copies(program: RankProgram, offloads: Offloads) -> None:
         raise ValueError("\n".join(faults))
 
 
-def peak_in_flight(program: RankProgram, stage: int | None = None) -> int:
-    """The most micro-batches in flight at once: forward begun, backward (weights' part included) not ended.
-
-    With `stage`, counts one virtual stage alone; else a micro-batch counts once per stage of the program.
-    """
-    ends: Kind = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
-    alive = peak = 0
-    for step in program:
-        if stage is not None and step.stage != stage:
-            continue
-        if step.kind == "forward":
-            alive += 1
-            peak = max(peak, alive)
-        elif step.kind == ends:
-            alive -= 1
-    return peak
-
-
 def _step_faults(schedule: Schedule, workers: Workers) -> Iterator[str]:
     steps = [step for program in schedule for step in program]
     kinds = {step.kind for step in steps}

@@ -14,11 +14,13 @@ recorded at run time. In halves of layers, for whole micro-batches would stall w
 from __future__ import annotations
 
 import bisect
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import COMPUTE, COPIES, RankProgram, Step
 
 IN_PARTS = ("forward", "backward", "backward_input")
@@ -113,6 +115,22 @@ def with_copies(program: RankProgram, offloads: Offloads) -> RankProgram:
     if isinstance(found, tuple):
         return found
     raise TooFewResident(program, found, offloads[found])
+
+
+def copied_programs(shape: ProgramShape, stages: Sequence[OffloadingStage]) -> dict[int, RankProgram]:
+    """By worker of a pipeline, its program with the copies of activations, if a stage of it offloads any.
+    Raises TooFewResident if too few parts of one may stay."""
+    return _copied(shape, tuple(offloads_of(dict(enumerate(stages))).items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _copied(shape: ProgramShape, offloads: tuple[tuple[int, Offload], ...]) -> dict[int, RankProgram]:
+    found: dict[int, RankProgram] = {}
+    for worker, program in enumerate(make_schedule(**shape._asdict())):
+        own = {stage: offload for stage, offload in offloads if worker in shape.workers[stage]}
+        if own:
+            found[worker] = with_copies(program, own)
+    return found
 
 
 class TooFewResident(ValueError):

@@ -10,6 +10,7 @@ import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from yuan_train.schedule.messages import FAST_MESSAGE, SLOW_MESSAGE, with_messages
 from yuan_train.schedule.step import (
@@ -54,6 +55,24 @@ def in_flight(
 
 
 _DURATIONS: dict[Kind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+
+
+def peak_in_flight(program: RankProgram, stage: int | None = None) -> int:
+    """The most micro-batches in flight at once: forward begun, backward (weights' part included) not ended.
+
+    With `stage`, counts one virtual stage alone; else a micro-batch counts once per stage of the program.
+    """
+    ends: Kind = "backward_weight" if any(step.kind == "backward_weight" for step in program) else "backward"
+    alive = peak = 0
+    for step in program:
+        if stage is not None and step.stage != stage:
+            continue
+        if step.kind == "forward":
+            alive += 1
+            peak = max(peak, alive)
+        elif step.kind == ends:
+            alive -= 1
+    return peak
 
 
 @dataclass(frozen=True)
@@ -156,6 +175,16 @@ class _ListScheduler:
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 """The names that `make_schedule` accepts."""
+
+
+class ProgramShape(NamedTuple):
+    """What makes the programs of a pipeline: the arguments of `make_schedule`."""
+
+    schedule: str
+    workers: Workers
+    num_micro_batches: int
+    in_flight: tuple[int, ...] | None = None
+    group: int = 1
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,15 +17,14 @@ from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, StageS
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import unit_parameters
 from yuan_train.planner.costs.links import allreduce_seconds, find_route, make_topology, message_seconds
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
-from yuan_train.planner.costs.unit_costs import card_costs, check_profile
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import card_costs, check_profile, make_costs
 from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
 from yuan_train.planner.evaluate.flows import edge_flows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.terminal import layer_words
 from yuan_train.planner.search.shapes import Shape, make_plan
-from yuan_train.schedule.check import peak_in_flight
-from yuan_train.schedule.schedules import in_flight, make_schedule
+from yuan_train.schedule.schedules import in_flight, make_schedule, peak_in_flight
 from yuan_train.schedule.step import one_worker_each
 
 MODEL = tiny_model("yuan", num_layers=6, ffn_hidden_size=256, vocab_size=512, max_sequence_length=128)

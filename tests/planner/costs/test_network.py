@@ -25,7 +25,7 @@ from yuan_train.planner.costs.links import (
     reduce_scatter_seconds,
     unmeasured,
 )
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search_result import notes_of
 

@@ -8,13 +8,12 @@ from tests.planner.by_hand import pipeline, plan_on, stage_times
 from tests.planner.search.test_search import card, cluster, problem
 from tests.support.project import with_stages
 from yuan_train.config.errors import PlanError
-from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.evaluate.clocks import PartTimes
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.simulator import simulate_schedule
+from yuan_train.planner.evaluate.simulator import PartTimes, simulate_schedule
 from yuan_train.schedule import copies
 from yuan_train.schedule.copies import Offload, group_copies, with_copies
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import one_worker_each
 
 TWO = cluster(Card=(2, card()))
@@ -27,7 +26,7 @@ def one_worker(copy_seconds, *, micro_batches=6, resident=3, ahead=1):
     parts = PartTimes(forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), copy_seconds=(copy_seconds,))
     times = stage_times((2.0,), (4.0,), parts=(parts,))
     copies = {0: group_copies(with_copies(program, offloads))}
-    return simulate_schedule("gpipe", times, num_micro_batches=micro_batches, copies=copies)
+    return simulate_schedule(ProgramShape("gpipe", one_worker_each(1), micro_batches), times, copies=copies)
 
 
 @pytest.mark.parametrize(("copy_seconds", "stall"), [(0.0, 0.0), (2.0, 0.0), (3.0, 5.0), (5.0, 21.0)])

@@ -12,10 +12,11 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.express import read_blocks, read_layout, to_blocks, to_layout
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import simulate, simulate_schedule
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import ProgramShape, make_schedule
+from yuan_train.schedule.step import one_worker_each
 
 EIGHT = Cluster(
     name="eight",
@@ -130,8 +131,8 @@ def test_virtual_stages_fill_faster_and_count_the_whole_card():
 def test_zero_bubble_splits_the_backward():
     # 2 workers, f = 1, b = 2 in two halves, free messages, m = 2: 1F1B takes (2 + 1) * 3 = 9.
     times = stage_times((1, 1), (2, 2), (0,))
-    assert simulate_schedule("1f1b", times, num_micro_batches=2).step_seconds == 9
-    assert simulate_schedule("zero_bubble", times, num_micro_batches=2).step_seconds < 9
+    assert simulate_schedule(ProgramShape("1f1b", one_worker_each(2), 2), times).step_seconds == 9
+    assert simulate_schedule(ProgramShape("zero_bubble", one_worker_each(2), 2), times).step_seconds < 9
 
 
 def test_a_worker_sends_itself_nothing():

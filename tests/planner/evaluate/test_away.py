@@ -17,7 +17,7 @@ from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan, validate_plan
 from yuan_train.config.units import DISK_CHUNK, written_words
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 
 GIB = 2**30

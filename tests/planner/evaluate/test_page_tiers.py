@@ -6,12 +6,11 @@ import pytest
 
 from tests.planner.by_hand import pipeline, plan_on, stage_times
 from tests.planner.search.test_search import MODEL, card, cluster, problem
-from yuan_train.planner.costs.plan_problem import make_costs
-from yuan_train.planner.evaluate.clocks import PageTimes
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.simulator import simulate_schedule
+from yuan_train.planner.evaluate.simulator import PageTimes, simulate_schedule
 from yuan_train.schedule.pages import Paging, by_group, with_pages
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import one_worker_each
 
 ONE = cluster(Card=(1, card()))
@@ -28,10 +27,8 @@ def one_worker(weight, gradient, *, slots=3, group=4):
         gradient_seconds=(gradient,) * 4,
     )
     return simulate_schedule(
-        "1f1b",
+        ProgramShape("1f1b", one_worker_each(1), 4, group=group),
         stage_times((5.0,), (9.0,), pages=(times,)),
-        num_micro_batches=4,
-        group=group,
         pages={0: by_group(with_pages(program, paging))},
     )
 

@@ -8,13 +8,13 @@ from tests.planner.by_hand import stage_times
 from yuan_train.config.cluster import Sends
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate, simulate_schedule
 from yuan_train.planner.native.pipelines import run_rounds
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import one_worker_each
 
 
 def run(forward, backward, links, m, *, sends: Sends = "overlapped", schedule="1f1b"):
     times = stage_times(forward, backward, links)
-    return simulate_schedule(schedule, times, num_micro_batches=m, sends=sends)
+    return simulate_schedule(ProgramShape(schedule, one_worker_each(len(forward)), m), times, sends=sends)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 5])
@@ -88,7 +88,7 @@ SLOW_MIDDLE = stage_times((1.0,) * 4, (2.0,) * 4, (0.0, 1.5, 0.0))
     ],
 )
 def test_a_deeper_warm_up_hides_a_slow_link(in_flight, seconds):
-    result = simulate_schedule("1f1b", SLOW_MIDDLE, num_micro_batches=32, in_flight=in_flight)
+    result = simulate_schedule(ProgramShape("1f1b", one_worker_each(4), 32, in_flight), SLOW_MIDDLE)
     assert result.step_seconds == pytest.approx(seconds)
 
 
@@ -111,7 +111,7 @@ def test_rounds_that_repeat_need_not_be_run(data):
     deeper = data.draw(st.lists(st.integers(0, 5), min_size=stages - 1, max_size=stages - 1))
     last = data.draw(st.integers(1, 3))
     depths = data.draw(st.none() | st.just(tuple(last + sum(deeper[s:]) for s in range(stages))))
-    found = simulate_schedule("1f1b", times, num_micro_batches=count, in_flight=depths)
+    found = simulate_schedule(ProgramShape("1f1b", one_worker_each(stages), count, depths), times)
     schedule = make_schedule(
         "1f1b", workers=one_worker_each(stages), num_micro_batches=count, in_flight=depths
     )
@@ -142,7 +142,7 @@ def test_messages_of_a_much_deeper_stage_leave_later():
 
     def seconds(depths: tuple[int, ...]) -> tuple[float, float]:
         rounds = run_rounds(depths, 30, times.rows)
-        found = simulate_schedule("1f1b", times, num_micro_batches=30, in_flight=depths)
+        found = simulate_schedule(ProgramShape("1f1b", one_worker_each(3), 30, depths), times)
         return max(rounds.stage_end_seconds), found.step_seconds
 
     direct, scheduled = seconds((9, 5, 1))

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from tests.planner.by_hand import stage_times
 from yuan_train.planner.evaluate.simulator import StageTimes, order_operations, simulate, simulate_schedule
 from yuan_train.planner.native.pipelines import native_schedule, run_schedule
-from yuan_train.schedule.check import peak_in_flight
-from yuan_train.schedule.schedules import make_schedule
-from yuan_train.schedule.step import Workers
+from yuan_train.schedule.schedules import ProgramShape, make_schedule, peak_in_flight
+from yuan_train.schedule.step import Workers, one_worker_each
 
 SECONDS = st.sampled_from([0.0, 0.25, 1.0]) | st.floats(0.0, 3.0)
 
@@ -92,7 +91,7 @@ def test_messages_that_were_let_go_of_are_found_again() -> None:
     simulation runs again."""
     stages, count = 4, 300
     times = stage_times((1.0, 2**0.5, 3**0.5, 5**0.5), (2.0, 7**0.5, 3**0.5, 11**0.5), (0.1,) * 3)
-    found = simulate_schedule("1f1b", times, num_micro_batches=count)
+    found = simulate_schedule(ProgramShape("1f1b", one_worker_each(stages), count), times)
     assert found.native is not None
     assert len(found.sent_after(found.step_seconds * 0.99)) < 2 * (stages - 1) * count
     assert len(found.sent_after(0.0)) == 2 * (stages - 1) * count

@@ -10,7 +10,7 @@ import pytest
 from tests.planner.search.test_search import MODEL, card, cluster, problem
 from tools.bench.problems import endless
 from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search import prove
 from yuan_train.planner.search.shapes import list_shapes, make_plan, read_options

@@ -15,8 +15,7 @@ from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
-from yuan_train.planner.costs.plan_problem import Costs, make_costs
-from yuan_train.planner.costs.unit_costs import UnitCost
+from yuan_train.planner.costs.unit_costs import Costs, UnitCost, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.shapes import Shape, make_plan, read_options

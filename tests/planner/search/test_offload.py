@@ -15,7 +15,7 @@ from yuan_train.config.cluster import Host
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import HostProfile, Profile, merge_profiles
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.report.terminal import plan_table

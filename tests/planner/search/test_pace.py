@@ -10,7 +10,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.pace import plan_at_pace, step_at_pace
 

@@ -11,7 +11,7 @@ from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, pr
 from tests.support.project import with_stages
 from yuan_train.config.cluster import Disk, Host
 from yuan_train.config.errors import ConfigError, NoPlanFits
-from yuan_train.planner.costs.plan_problem import make_costs
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan, cost_stages
 from yuan_train.planner.evaluate.tables import make_tables
 from yuan_train.planner.search.paged import with_disks

@@ -16,8 +16,7 @@ from yuan_train.config.model import load_model
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl_plan import CriticPlan, validate_rl_plan
 from yuan_train.estimate.roles import plan_memory
-from yuan_train.planner.costs.plan_problem import critic_of, make_costs
-from yuan_train.planner.costs.unit_costs import value_model
+from yuan_train.planner.costs.unit_costs import critic_of, make_costs, value_model
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.roles_page import roles_html
 from yuan_train.planner.report.roles_text import roles_table

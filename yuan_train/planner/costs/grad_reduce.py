@@ -24,8 +24,8 @@ from yuan_train.planner.costs.links import (
     uses_gloo,
 )
 from yuan_train.planner.costs.owners import PlacedPlan
-from yuan_train.planner.costs.plan_problem import Costs, Replica, stage_experts
-from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS
+from yuan_train.planner.costs.plan_problem import Replica
+from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS, Costs
 from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, TokenRows, half_shares, model_work
 from yuan_train.schedule.flow import group_units, is_halved
 
@@ -118,7 +118,9 @@ def _with_experts(costs: Costs, placed: PlacedPlan, sizes: Sequence[float]) -> l
     plan, holders = placed.plan, placed.holders
     experts = plans.expert_parameters(plan.model)
     counts = {
-        u: stage_experts(plan, stage) for p, s, stage in plan.numbered_stages for u in placed.units[p, s]
+        u: [count for count, _ in plans.held_experts(plan, stage)]
+        for p, s, stage in plan.numbered_stages
+        for u in placed.units[p, s]
     }
     # A layer, or its feed-forward: the half that ends where a layer does.
     has_experts = [False, *(end % 1 == 0 for _, _, end in plan.layer_units), False]

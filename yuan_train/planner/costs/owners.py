@@ -10,7 +10,8 @@ from functools import cached_property
 from yuan_train.config import plan as plans
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import PlanError
-from yuan_train.planner.costs.plan_problem import Costs, Replica
+from yuan_train.planner.costs.plan_problem import Replica
+from yuan_train.planner.costs.unit_costs import Costs
 
 PlanCards = Sequence[Sequence[tuple[Replica, ...]]]
 """The replicas of each stage, by pipeline and stage."""

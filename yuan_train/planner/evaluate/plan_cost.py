@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from yuan_train.config.plan import Forecast, Plan, StageForecast
 from yuan_train.planner.costs.grad_reduce import bucket_costs, tied_embedding_seconds
 from yuan_train.planner.costs.owners import PlacedPlan, check_alike, place_plan, state_shares
-from yuan_train.planner.costs.plan_problem import Costs, Replica
-from yuan_train.planner.costs.unit_costs import Source
+from yuan_train.planner.costs.plan_problem import Replica
+from yuan_train.planner.costs.unit_costs import Costs, Source
 from yuan_train.planner.evaluate.flows import (
     MessageFlow,
     exposed_weight_sync_seconds,
@@ -29,9 +29,10 @@ from yuan_train.planner.evaluate.flows import (
     message_flows,
     send_seconds,
 )
-from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, simulate_schedule
+from yuan_train.planner.evaluate.memory import pipeline_copies, pipeline_pages
+from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, program_shape, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, stage_cost, sum_over_cards
-from yuan_train.planner.evaluate.tiers import ProgramShape, pipeline_copies, pipeline_pages, program_shape
+from yuan_train.schedule.schedules import ProgramShape
 from yuan_train.schedule.step import Workers
 
 
@@ -100,14 +101,10 @@ def _simulate(costs: Costs, plan: Plan, p: int, shape: ProgramShape, times: Stag
     pipeline = plan.pipelines[p]
     leaves = any(stage.activation_offload for stage in pipeline.stages)
     return simulate_schedule(
-        shape.schedule,
+        shape,
         times,
-        num_micro_batches=shape.num_micro_batches,
-        workers=shape.workers,
-        in_flight=shape.in_flight,
         sends=costs.problem.send_mode,
         copies=pipeline_copies(plan, p, shape) if leaves else None,
-        group=shape.group,
         pages=pipeline_pages(pipeline, shape),
     )
 

@@ -13,6 +13,10 @@ Between two stages of one worker (virtual stages) there is no message.
 All durations are known beforehand, so the order in which steps can be evaluated depends on the schedule
 alone: it is computed once, and then a plan is a loop over numbers. `simulate` is that loop, and defines the
 result; the compiled core (`native/`) runs named schedules without copies to hosts, to the same bits.
+
+A worker copies activations, or pages, over two links, each first in, first out. A copy begins when the step
+before it has ended; what needs it, and what frees the card's memory after it, waits, and that is a stall.
+Copies wait for the worker's own steps alone, so that the order of operations stays as it is.
 """
 
 from __future__ import annotations
@@ -20,17 +24,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from yuan_train.config.cluster import Sends
-from yuan_train.planner.evaluate.clocks import CopyClock, Groups, PageClock, PageTimes, PartTimes
+from yuan_train.config.plan import Plan
 from yuan_train.planner.native import pipelines
+from yuan_train.schedule.copies import PartSteps, kept_by
 from yuan_train.schedule.pages import PagedGroups
-from yuan_train.schedule.schedules import make_schedule
+from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import (
     COMPUTE,
+    PAGING,
     Kind,
     Schedule,
     Step,
@@ -47,6 +53,32 @@ step has ended: in the virtual run of `schedule.messages` there is then no time 
 
 Found by trying: with all differences up to 4 on up to 5 stages, and with thousands on up to 24, no message
 left later; with differences up to 5, some did in three schedules of five."""
+
+
+Groups = Mapping[Step, PartSteps]
+"""The compute steps of a worker in parts, with their copies: `schedule.copies.group_copies`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartTimes:
+    """Seconds of a micro-batch on the parts of a stage: compute of each, and a copy of those that leave."""
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    copy_seconds: tuple[float, ...]
+    """One way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageTimes:
+    """Seconds of a micro-batch on the parts of a stage: its pages, and last what stays on the card."""
+
+    forward_seconds: tuple[float, ...]
+    backward_seconds: tuple[float, ...]
+    weight_seconds: tuple[float, ...]
+    """By page, to copy its weights up."""
+    gradient_seconds: tuple[float, ...]
+    """By page, to copy its gradient, one way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,34 +186,34 @@ def simulate(
     return _run(order_operations(schedule, workers), workers, times, sends=sends)
 
 
+def program_shape(plan: Plan, p: int) -> ProgramShape:
+    """What makes the programs of pipeline p of a plan."""
+    own = plan.pipelines[p]
+    depths = own.depths(plan.schedule)
+    return ProgramShape(plan.schedule, own.workers, own.num_micro_batches, depths, own.page_group)
+
+
 def simulate_schedule(
-    schedule: str,
+    shape: ProgramShape,
     times: StageTimes,
     *,
-    num_micro_batches: int,
-    workers: Workers | None = None,
-    in_flight: tuple[int, ...] | None = None,
     sends: Sends = "overlapped",
     copies: Mapping[int, Groups] | None = None,
-    group: int = 1,
     pages: Mapping[int, PagedGroups] | None = None,
 ) -> Simulation:
-    """The same for a named schedule; `in_flight`, if given, is the depth of each stage under 1f1b. `copies`,
-    by worker, of those with stages that offload activations, whose `times` then have parts. With `group`, so
-    many micro-batches pass each stage together; `pages`, by worker, of those with pages of the host."""
-    workers = workers or one_worker_each(times.num_stages)
+    """The same for a named schedule. `copies`, by worker, of those with stages that offload activations,
+    whose `times` then have parts; `pages`, by worker, of those with pages of the host."""
 
     def run() -> Simulation:
-        operations = _operations(schedule, workers, num_micro_batches, in_flight, group)
-        return _run(operations, workers, times, sends=sends, copies=copies, pages=pages)
+        return _run(_operations(shape), shape.workers, times, sends=sends, copies=copies, pages=pages)
 
-    if group > 1 or copies or pages:
+    if shape.group > 1 or copies or pages:
         return run()
-    depths = _prompt_depths(schedule, workers, in_flight) if sends == "overlapped" else None
+    depths = _prompt_depths(shape) if sends == "overlapped" else None
     if depths:
-        found = pipelines.run_rounds(depths, num_micro_batches, times.rows)
+        found = pipelines.run_rounds(depths, shape.num_micro_batches, times.rows)
     else:
-        own = pipelines.native_schedule(schedule, workers, num_micro_batches, in_flight)
+        own = pipelines.native_schedule(*shape[:4])
         found = pipelines.run_schedule(own, times.rows, blocking=sends != "overlapped")
     seconds = {one.name: getattr(found, one.name) for one in fields(pipelines.RunSeconds)}
     stalls = (0.0,) * len(found.busy_seconds)
@@ -189,24 +221,14 @@ def simulate_schedule(
 
 
 @functools.lru_cache(maxsize=64)
-def _operations(
-    schedule: str,
-    workers: Workers,
-    num_micro_batches: int,
-    in_flight: tuple[int, ...] | None,
-    group: int,
-) -> tuple[pipelines.Operation, ...]:
-    if group == 1:
-        return pipelines.native_schedule(schedule, workers, num_micro_batches, in_flight).operations()
-    programs = make_schedule(
-        schedule, workers=workers, num_micro_batches=num_micro_batches, in_flight=in_flight, group=group
-    )
-    return order_operations(programs, workers)
+def _operations(shape: ProgramShape) -> tuple[pipelines.Operation, ...]:
+    if shape.group == 1:
+        return pipelines.native_schedule(*shape[:4]).operations()
+    return order_operations(make_schedule(**shape._asdict()), shape.workers)
 
 
-def order_operations(schedule: Schedule, workers: Workers | None = None) -> tuple[pipelines.Operation, ...]:
+def order_operations(schedule: Schedule, workers: Workers) -> tuple[pipelines.Operation, ...]:
     """The schedule's compute and sends, in an order in which each follows what it waits for."""
-    workers = workers or one_worker_each(len(schedule))
     operations: list[pipelines.Operation] = []
     position = [0] * len(schedule)
     sent: set[tuple[bool, int, int]] = set()
@@ -240,15 +262,13 @@ def order_operations(schedule: Schedule, workers: Workers | None = None) -> tupl
     return tuple(operations)
 
 
-def _prompt_depths(
-    schedule: str, workers: Workers, in_flight: tuple[int, ...] | None
-) -> tuple[int, ...] | None:
+def _prompt_depths(shape: ProgramShape) -> tuple[int, ...] | None:
     """The depths of 1F1B with a worker for each stage, if every message leaves when its step has ended; None
     if it may be another schedule. Where a stage is much deeper than the next one, some leave later."""
-    count = len(workers)
-    if schedule != "1f1b" or workers != one_worker_each(count):
+    count = len(shape.workers)
+    if shape.schedule != "1f1b" or shape.workers != one_worker_each(count):
         return None
-    depths = in_flight or tuple(range(count, 0, -1))
+    depths = shape.in_flight or tuple(range(count, 0, -1))
     return depths if all(0 <= a - b <= PROMPT_DEPTHS for a, b in itertools.pairwise(depths)) else None
 
 
@@ -318,3 +338,103 @@ def _clocks(
             (worker,) = workers[stage]
             clocks[worker] = PageClock(pages[worker], own)
     return clocks
+
+
+# --- copies -----------------------------------------------------------------------------------------------
+
+
+class _Link:
+    """One direction."""
+
+    def __init__(self) -> None:
+        self._free = 0.0
+        self._ends: dict[Hashable, float] = {}
+        """Of copies, by what they copy."""
+        self.stall_seconds = 0.0
+
+    def copy(self, key: Hashable, now: float, seconds: float) -> None:
+        self._ends[key] = self._free = max(self._free, now) + seconds
+
+    def wait(self, key: Hashable, now: float) -> float:
+        """When a copy has ended, if there is one."""
+        end = self._ends.pop(key, now)
+        self.stall_seconds += max(0.0, end - now)
+        return max(now, end)
+
+
+class _Links:
+    """One worker's links."""
+
+    def __init__(self) -> None:
+        self.down, self.up = _Link(), _Link()
+
+    @property
+    def stall_seconds(self) -> float:
+        """Of the worker, in its compute steps."""
+        return self.down.stall_seconds + self.up.stall_seconds
+
+
+class CopyClock(_Links):
+    """Of activations."""
+
+    def __init__(self, groups: Groups, times: Mapping[int, PartTimes]) -> None:
+        """`times`: by stage, of those that offload."""
+        super().__init__()
+        self._groups, self._times = groups, times
+
+    def run(self, kind: Kind, stage: int, micro_batch: int, start: float, seconds: float) -> float:
+        """End of a compute step that starts at a time and computes for so long, part by part."""
+        group = self._groups[Step(kind, stage, micro_batch)]
+        now = start
+        for part, before in zip(group.parts, group.before, strict=True):
+            for copy in before:
+                now = self._copy(copy, now)
+            if part >= 0 and kind != "forward":
+                now = self.up.wait((stage, micro_batch, part), now)
+            now += seconds * self._share(kind, stage, part)
+        for copy in group.after:
+            now = self._copy(copy, now)
+        return now
+
+    def _share(self, kind: Kind, stage: int, part: int) -> float:
+        """What a part takes of a step."""
+        if part < 0:
+            return 1.0
+        times = self._times[stage]
+        own = times.forward_seconds if kind == "forward" else times.backward_seconds
+        return own[part] / sum(own)
+
+    def _copy(self, step: Step, now: float) -> float:
+        key = kept_by(step)
+        if step.kind == "evict":
+            return self.down.wait(key, now)
+        link = self.down if step.kind == "offload" else self.up
+        link.copy(key, now, self._times[step.stage].copy_seconds[step.part])
+        return now
+
+
+class PageClock(_Links):
+    """Of pages. A member of a group that is not the last takes no time: the last runs them all."""
+
+    def __init__(self, groups: PagedGroups, times: PageTimes) -> None:
+        super().__init__()
+        self._groups, self._times = groups, times
+
+    def run(self, kind: Kind, stage: int, micro_batch: int, start: float, seconds: float) -> float:
+        """End of a member's step that starts at a time, when the members before it are there."""
+        group, now = self._groups.get((kind, micro_batch)), start
+        for step in () if group is None else group.steps:
+            if step.kind in PAGING:
+                now = self._copy(step, now)
+                continue
+            own = self._times.forward_seconds if step.kind == "forward" else self._times.backward_seconds
+            now = self.up.wait(step.part, now) + own[step.part]
+        return now
+
+    def _copy(self, step: Step, now: float) -> float:
+        if step.kind == "page_out":
+            return self.down.wait(step.part, now)
+        own = self._times.weight_seconds if step.kind == "page_in" else self._times.gradient_seconds
+        link = self.down if step.kind == "gradient_down" else self.up
+        link.copy(step.part, now, own[step.part])
+        return now

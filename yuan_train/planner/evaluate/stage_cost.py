@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.memory import stage_memory
 from yuan_train.planner.costs.owners import StateShares
-from yuan_train.planner.costs.plan_problem import Costs, Replica, StageUnits
-from yuan_train.planner.costs.unit_costs import Source, UnitCost
-from yuan_train.planner.evaluate.tiers import (
+from yuan_train.planner.costs.plan_problem import Replica
+from yuan_train.planner.costs.unit_costs import Costs, Source, UnitCost
+from yuan_train.planner.evaluate.memory import (
     LeavingActivations,
     LeavingParameters,
-    ProgramShape,
+    StageHoldings,
+    StagePart,
     away_cost,
+    free_bytes,
     leaving_activations,
     leaving_parameters,
-    memory_with_pages,
-    program_shape,
+    memory_by_position,
 )
+from yuan_train.planner.evaluate.simulator import program_shape
 from yuan_train.planner.native.pipelines import native_schedule
-from yuan_train.schedule.check import peak_in_flight
-from yuan_train.schedule.schedules import in_flight, make_schedule
+from yuan_train.schedule.schedules import ProgramShape, in_flight, make_schedule, peak_in_flight
 from yuan_train.schedule.step import RankProgram, num_workers
 
 
@@ -115,30 +115,6 @@ def change_stage(costs: Costs, plan: Plan, old: StageCost, stage: StagePlan) -> 
     return stage_cost(costs, changed, old.replicas, p, s, shares=old.shares, shape=program_shape(changed, p))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What each card of a replica runs, or one card of it where they share experts."""
-
-    units: StageUnits
-    cards: tuple[Card, ...]
-    position: int = 0
-    """Of the card in its replica."""
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What decides, beside the units, what the cards of a stage hold."""
-
-    pipeline: PipelinePlan
-    stage: StagePlan
-    shares: StateShares
-    twice: bool
-    """Whether two of the units are one tied matrix: its cards have the head too, in this stage or another."""
-    in_flight: int
-    leaving: LeavingActivations | None
-    pages: LeavingParameters | None
-
-
 def stage_cost(
     costs: Costs,
     plan: Plan,
@@ -169,9 +145,11 @@ def stage_cost(
     pages = leaving_parameters(stage, units, hosts, precision=precision)
     every = [part.units for part in parts]
     away = away_cost(stage, every, hosts, shares, precision=precision, twice=twice, pages=pages)
-    held = _Held(pipeline, stage, shares, twice, count, leaving, pages)
-    positions = _positions(costs, held, parts if plan.divides_experts else [replace(slowest, cards=cards)])
-    tightest = min(positions, key=_slack)
+    held = StageHoldings(pipeline, stage, shares, twice, count, leaving, pages)
+    if not plan.divides_experts:
+        parts = [replace(slowest, cards=cards)]
+    positions = memory_by_position(costs, held, parts)
+    tightest = min(positions, key=free_bytes)
     disks = [host.disk_bytes for host in hosts] if stage.optimizer_disk else []
     return StageCost(
         pipeline=p,
@@ -201,14 +179,14 @@ def stage_cost(
 
 def _parts(
     costs: Costs, plan: Plan, replicas: Sequence[Replica], micro_batch_size: int, stage: StagePlan
-) -> list[_Part]:
+) -> list[StagePart]:
     """One for each replica; where cards share experts, one for each card."""
     if not plan.divides_experts:
         return [
-            _Part(costs.of_stage(plan, replica, micro_batch_size, stage), replica) for replica in replicas
+            StagePart(costs.of_stage(plan, replica, micro_batch_size, stage), replica) for replica in replicas
         ]
     return [
-        _Part(units, (card,), i)
+        StagePart(units, (card,), i)
         for replica in replicas
         for i, (card, units) in enumerate(
             zip(replica, costs.of_ranks(plan, replica, micro_batch_size, stage), strict=True)
@@ -216,50 +194,8 @@ def _parts(
     ]
 
 
-def _positions(costs: Costs, held: _Held, parts: Sequence[_Part]) -> tuple[tuple[MemoryForecast, float], ...]:
-    """By position of a card in its replica, the tightest of these parts and what a plan may fill of it."""
-    found: dict[int, tuple[MemoryForecast, float]] = {}
-    for part in parts:
-        own = _memory(costs, held, part)
-        found[part.position] = min(own, found.get(part.position, own), key=_slack)
-    return tuple(found.values())
-
-
-def _memory(costs: Costs, held: _Held, part: _Part) -> tuple[MemoryForecast, float]:
-    """(bytes on the tightest card of a part, what a plan may fill of it)."""
-    problem, stage, shares, leaving = costs.problem, held.stage, held.shares, held.leaving
-    types = {card.type: problem.cluster.device_type(card.type) for card in part.cards}
-    name = min(types, key=lambda name: problem.usable_bytes(name) - types[name].reserved)
-    parameters = sum(unit.parameters for unit in part.units.units[held.twice :])
-    experts = part.units.expert_parameters / parameters if parameters else 0.0
-    forecast = stage_memory(
-        part.units.units,
-        has_embedding=stage.embedding,
-        has_head=stage.head,
-        head_holds_embedding=held.twice,
-        in_flight=held.in_flight,
-        boundary_bytes=part.units.boundary_bytes,
-        reserved_bytes=float(types[name].reserved),
-        optimizer_share=(shares.optimizer + experts * (shares.expert_optimizer - shares.optimizer))
-        * (1.0 - stage.optimizer_offload),
-        packed_share=shares.packed + experts * (shares.expert_packed - shares.packed),
-        critic_packed_share=shares.critic_packed,
-    )
-    if leaving is not None:
-        # Not where cards share experts: what they keep varies.
-        away = held.in_flight * leaving.bytes_per_micro_batch - leaving.card_bytes
-        forecast = replace(forecast, activations=max(0.0, forecast.activations - away))
-    own = memory_with_pages(forecast, held.pipeline, stage, held.pages, part.units.boundary_bytes)
-    return own, problem.usable_bytes(name)
-
-
-def _seconds(part: _Part) -> float:
+def _seconds(part: StagePart) -> float:
     return part.units.seconds
-
-
-def _slack(memory: tuple[MemoryForecast, float]) -> float:
-    """Bytes that are left on a card."""
-    return memory[1] - memory[0].total
 
 
 def _stage_in_flight(shape: ProgramShape, pipeline: PipelinePlan, s: int) -> int:
@@ -300,7 +236,7 @@ def sum_over_cards(plan: Plan, pipeline: PipelinePlan, stages: Sequence[StageCos
             (_combined_memory(on_card, [part for part, _ in same], schedule[worker]), same[0][1])
             for same in positions
         )
-        memory[worker] = min(own, key=_slack)
+        memory[worker] = min(own, key=free_bytes)
         sums[worker] = {name: math.fsum(getattr(stage, name) for stage in on_card) for name in OF_A_CARD}
     found: list[StageCost] = []
     for stage in stages:

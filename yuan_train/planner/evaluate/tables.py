@@ -30,8 +30,8 @@ from yuan_train.planner.costs.host import (
     slot_bytes,
 )
 from yuan_train.planner.costs.links import Route, copy_seconds_per_byte, find_route
-from yuan_train.planner.costs.plan_problem import Costs, plan_on_cards
-from yuan_train.planner.costs.unit_costs import CardCosts
+from yuan_train.planner.costs.plan_problem import plan_on_cards
+from yuan_train.planner.costs.unit_costs import CardCosts, Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.native.pipelines import NAMES

@@ -1,5 +1,5 @@
 /* Activations that leave the card between a forward and its backward: where `schedule/copies.py` places their copies,
- * and the time that `evaluate/clocks.py` says they take. A part is half of a layer. */
+ * and the time that `evaluate/simulator.py` says they take. A part is half of a layer. */
 #ifndef YUAN_COPIES_H
 #define YUAN_COPIES_H
 

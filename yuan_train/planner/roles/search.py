@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from yuan_train.config.cluster import Card, Cluster
 from yuan_train.config.errors import ConfigError, NoPlanFits
-from yuan_train.planner.costs.plan_problem import Costs, critic_of, make_costs
-from yuan_train.planner.costs.unit_costs import value_model
+from yuan_train.planner.costs.unit_costs import Costs, critic_of, make_costs, value_model
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.roles import placement as placing
 from yuan_train.planner.roles.decode import DecodeStage

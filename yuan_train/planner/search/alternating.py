@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, by_type, equal_parts
 

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from yuan_train.config.cluster import Card
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.costs.plan_problem import Costs
-from yuan_train.planner.costs.unit_costs import CardCosts, UnitCost, share_of_layer
+from yuan_train.planner.costs.unit_costs import CardCosts, Costs, UnitCost, share_of_layer
 from yuan_train.planner.search.shapes import Options, Shape
 
 Floats = NDArray[np.float64]

@@ -9,7 +9,7 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.express import is_expressible
 from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.shapes import Options, Shape
 

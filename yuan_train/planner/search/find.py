@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, rank
 from yuan_train.planner.search.drafts import FEW_CARDS, search_drafts

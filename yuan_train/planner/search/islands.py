@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan
-from yuan_train.planner.costs.plan_problem import Costs, make_costs, plan_on_cards
+from yuan_train.planner.costs.plan_problem import plan_on_cards
+from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES

@@ -15,7 +15,8 @@ from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, uncatalogued_types
 from yuan_train.config.run import HostCopies, SearchConfig
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.saves import search_beside_saves
 from yuan_train.planner.search.what_if import with_nodes

@@ -14,7 +14,7 @@ from ctypes import c_int16
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, ProofShape, ProofSlot
 from yuan_train.planner.native.pipelines import NAMES

@@ -15,7 +15,8 @@ from yuan_train.config.document import without_garbage_collector
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import PlanProblem, make_costs
+from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.search.bounds import Bound, lower_bound
 from yuan_train.planner.search.find import Candidate, Plans, Space, TimeLimit, even_split, find_plans
 from yuan_train.planner.search.search_result import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.costs.links import unmeasured
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search.bounds import Bound

@@ -19,7 +19,8 @@ from yuan_train.config.express import narrowed
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Effort, Recompute, ScheduleName, SearchConfig
-from yuan_train.planner.costs.plan_problem import Costs, Replica, plan_on_cards
+from yuan_train.planner.costs.plan_problem import Replica, plan_on_cards
+from yuan_train.planner.costs.unit_costs import Costs
 
 StageGroup = tuple[Replica, ...]
 """The replicas of one stage of one pipeline."""

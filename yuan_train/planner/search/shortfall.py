@@ -11,7 +11,8 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.host import disk_bytes, host_bytes, slot_bytes
-from yuan_train.planner.costs.plan_problem import Costs, PlanProblem, Replica
+from yuan_train.planner.costs.plan_problem import PlanProblem, Replica
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.paged import pages_fit

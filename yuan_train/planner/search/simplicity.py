@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.planner.costs.plan_problem import Costs
+from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.candidate import Candidate, beside_cards, is_wanted
 from yuan_train.planner.search.shapes import Options

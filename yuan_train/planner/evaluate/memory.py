@@ -1,4 +1,9 @@
-"""State, activations and parameters that leave the card: what card, host and disk keep, and what copies take.
+"""Peak bytes of a stage on each of its cards, never pooled over them, and what leaves for host and disk.
+
+    M = parameters + gradients + optimizer + in_flight * activations + logits + buffers + reserved
+
+The first four are sums over the stage's units. A critic adds its parameters, gradients and optimizer state.
+State, activations and parameters may leave the card, at the cost of copies.
 
 A group of micro-batches with pages passes layer by layer: with h bytes a second of the link, a layer of P
 parameters and n bytes each takes n P / h to come up, once for the forward and once for the backward of the
@@ -13,10 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision
 from yuan_train.config.errors import PlanError
+from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
-from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.host import (
     HostShare,
     disk_bytes,
@@ -26,31 +32,80 @@ from yuan_train.planner.costs.host import (
     slot_bytes,
 )
 from yuan_train.planner.costs.owners import StateShares
-from yuan_train.planner.costs.plan_problem import StageUnits
-from yuan_train.planner.costs.unit_costs import UnitCost, share_of_layer
-from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.evaluate.clocks import Groups, PageTimes, PartTimes
+from yuan_train.planner.costs.unit_costs import (
+    CardCosts,
+    Costs,
+    StageUnits,
+    UnitCost,
+    share_of_layer,
+    without_critic,
+)
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.evaluate.simulator import Groups, PageTimes, PartTimes
 from yuan_train.schedule import copies
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
-from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, make_schedule
-from yuan_train.schedule.step import RankProgram, Workers
+from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, ProgramShape, make_schedule
+from yuan_train.schedule.step import RankProgram
+
+# --- the card ---------------------------------------------------------------------------------------------
 
 
-class ProgramShape(NamedTuple):
-    """What makes the programs of a pipeline: as `make_schedule` takes it."""
+def stage_memory(
+    units: Sequence[UnitCost],
+    *,
+    has_embedding: bool,
+    has_head: bool,
+    head_holds_embedding: bool,
+    in_flight: int,
+    boundary_bytes: float,
+    reserved_bytes: float,
+    optimizer_share: float = 1.0,
+    packed_share: float = 0.0,
+    critic_packed_share: float = 0.0,
+) -> MemoryForecast:
+    """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
 
-    schedule: ScheduleName
-    workers: Workers
-    num_micro_batches: int
-    in_flight: tuple[int, ...] | None
-    group: int
+    `boundary_bytes` is one hidden state at the end of a stage; it is kept for each micro-batch in flight,
+    and each edge has MESSAGES_PER_EDGE messages on the way (what a stage received is among its first unit's
+    activations). With `head_holds_embedding`, the embedding matrix is the head's, and counts there: in this
+    stage, or in another one of the card. The head's transient (blocks of logits) counts as logits, the
+    largest of the other units' as buffers. `optimizer_share` is the share of the optimizer state that the
+    card itself holds; `packed_share` is the share of its gradients that it holds twice, because the reduced
+    ones lie in a buffer of their own, `critic_packed_share` that of a critic's.
+    """
+    stored = units[1:] if has_embedding and head_holds_embedding else units
+    body = units[:-1] if has_head else units
+    tail = units[-1:] if has_head else ()
+    num_edges = (not has_embedding) + (not has_head)
+    critics = [unit.critic for unit in units if unit.critic is not None]
+    own = [without_critic(unit) for unit in stored] if critics else stored
+    return MemoryForecast(
+        parameters=math.fsum(unit.parameter_bytes for unit in own),
+        gradients=(1.0 + packed_share) * math.fsum(unit.gradient_bytes for unit in own),
+        optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in own),
+        activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
+        logits=math.fsum(unit.transient_bytes for unit in tail),
+        buffers=max((unit.transient_bytes for unit in body), default=0.0)
+        + boundary_bytes * ((not has_head) * in_flight + num_edges * MESSAGES_PER_EDGE),
+        reserved=reserved_bytes,
+        critic=math.fsum(
+            unit.parameter_bytes
+            + (1.0 + critic_packed_share) * unit.gradient_bytes
+            + optimizer_share * unit.optimizer_bytes
+            for unit in critics
+        )
+        if critics
+        else None,
+    )
 
 
-def program_shape(plan: Plan, p: int) -> ProgramShape:
-    """That of pipeline p of a plan."""
-    own = plan.pipelines[p]
-    depths = own.depths(plan.schedule)
-    return ProgramShape(plan.schedule, own.workers, own.num_micro_batches, depths, own.page_group)
+def scoring_bytes(
+    model: ModelConfig, costs: CardCosts, precision: Precision, *, width: int = 1
+) -> dict[str, float]:
+    """Bytes of a reward model on each of `width` cards while it scores: all of it, and of one layer at a time
+    at most what it would keep of a micro-batch for a backward. `costs` are the model's on such a card."""
+    weights = model.parameters * ELEMENT_BYTES[precision] / width
+    return {"weights": weights, "activations": costs.layer.activation_bytes}
 
 
 # --- optimizer state ----------------------------------------------------------------------------------------
@@ -179,9 +234,8 @@ def _parts(plan: Plan, stage: StagePlan, own: StageUnits) -> list[UnitCost]:
 
 def _programs(plan: Plan, p: int, shape: ProgramShape) -> dict[int, RankProgram]:
     """By worker of a pipeline, its program with the copies of activations, if a stage of it offloads any."""
-    offloads = copies.offloads_of(dict(enumerate(plan.pipelines[p].stages)))
     try:
-        return _with_copies(shape, tuple(offloads.items()))
+        return copies.copied_programs(shape, plan.pipelines[p].stages)
     except copies.TooFewResident as error:
         raise TooFewResidentInPlan(p, error) from error
 
@@ -195,18 +249,6 @@ class TooFewResidentInPlan(PlanError):
 
     def __str__(self) -> str:
         return f"pipelines[{self._pipeline}]: {self._cause}"
-
-
-@functools.lru_cache(maxsize=64)
-def _with_copies(
-    shape: ProgramShape, offloads: tuple[tuple[int, copies.Offload], ...]
-) -> dict[int, RankProgram]:
-    found: dict[int, RankProgram] = {}
-    for worker, program in enumerate(make_schedule(**shape._asdict())):
-        own = {stage: offload for stage, offload in offloads if worker in shape.workers[stage]}
-        if own:
-            found[worker] = copies.with_copies(program, own)
-    return found
 
 
 # --- pages ----------------------------------------------------------------------------------------------
@@ -307,3 +349,74 @@ def _with_pages(shape: ProgramShape, pagings: tuple[Paging | None, ...]) -> dict
         for stage, paging in enumerate(pagings)
         if paging is not None
     }
+
+
+# --- all of it --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What each card of a replica runs, or one card of it where they share experts."""
+
+    units: StageUnits
+    cards: tuple[Card, ...]
+    position: int = 0
+    """Of the card in its replica."""
+
+
+@dataclass(frozen=True)
+class StageHoldings:
+    """What decides, beside the units, what the cards of a stage hold."""
+
+    pipeline: PipelinePlan
+    stage: StagePlan
+    shares: StateShares
+    twice: bool
+    """Whether two of the units are one tied matrix: its cards have the head too, in this stage or another."""
+    in_flight: int
+    leaving: LeavingActivations | None
+    pages: LeavingParameters | None
+
+
+def memory_by_position(
+    costs: Costs, held: StageHoldings, parts: Sequence[StagePart]
+) -> tuple[tuple[MemoryForecast, float], ...]:
+    """By position of a card in its replica, the tightest of these parts and what a plan may fill of it."""
+    found: dict[int, tuple[MemoryForecast, float]] = {}
+    for part in parts:
+        own = _memory(costs, held, part)
+        found[part.position] = min(own, found.get(part.position, own), key=free_bytes)
+    return tuple(found.values())
+
+
+def _memory(costs: Costs, held: StageHoldings, part: StagePart) -> tuple[MemoryForecast, float]:
+    """(bytes on the tightest card of a part, what a plan may fill of it)."""
+    problem, stage, shares, leaving = costs.problem, held.stage, held.shares, held.leaving
+    types = {card.type: problem.cluster.device_type(card.type) for card in part.cards}
+    name = min(types, key=lambda name: problem.usable_bytes(name) - types[name].reserved)
+    parameters = sum(unit.parameters for unit in part.units.units[held.twice :])
+    experts = part.units.expert_parameters / parameters if parameters else 0.0
+    forecast = stage_memory(
+        part.units.units,
+        has_embedding=stage.embedding,
+        has_head=stage.head,
+        head_holds_embedding=held.twice,
+        in_flight=held.in_flight,
+        boundary_bytes=part.units.boundary_bytes,
+        reserved_bytes=float(types[name].reserved),
+        optimizer_share=(shares.optimizer + experts * (shares.expert_optimizer - shares.optimizer))
+        * (1.0 - stage.optimizer_offload),
+        packed_share=shares.packed + experts * (shares.expert_packed - shares.packed),
+        critic_packed_share=shares.critic_packed,
+    )
+    if leaving is not None:
+        # Not where cards share experts: what they keep varies.
+        away = held.in_flight * leaving.bytes_per_micro_batch - leaving.card_bytes
+        forecast = replace(forecast, activations=max(0.0, forecast.activations - away))
+    own = memory_with_pages(forecast, held.pipeline, stage, held.pages, part.units.boundary_bytes)
+    return own, problem.usable_bytes(name)
+
+
+def free_bytes(memory: tuple[MemoryForecast, float]) -> float:
+    """Bytes that are left on a card."""
+    return memory[1] - memory[0].total
