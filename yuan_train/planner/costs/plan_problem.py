@@ -1,4 +1,4 @@
-"""The plan problem, and what every part of the model costs on every card, each looked up once."""
+"""The plan problem: what is to be planned for, and plans on its cards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Seconds and bytes of each unit on one type of card: a measured entry, else a roofline estimate.
+"""Seconds and bytes of each unit on a card, a tensor-parallel group and a stage, each looked up once.
 
-A measured entry always takes precedence. What the profile lacks is derived from its entries where that is
+They are of a measured entry, else a roofline estimate. A measured entry always takes precedence. What the profile lacks is derived from its entries where that is
 sound (another micro-batch size, recompute), and `note` says so; the rest is estimated from the catalogue.
 """
 
