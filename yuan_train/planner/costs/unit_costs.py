@@ -1,7 +1,8 @@
 """Seconds and bytes of each unit on a card, a tensor-parallel group and a stage, each looked up once.
 
-They are of a measured entry, else a roofline estimate. A measured entry always takes precedence. What the profile lacks is derived from its entries where that is
-sound (another micro-batch size, recompute), and `note` says so; the rest is estimated from the catalogue.
+A measured entry always takes precedence. What the profile lacks is derived from its entries where that is
+sound (another micro-batch size, recompute), and `note` says so; the rest is a roofline estimate from the
+catalogue.
 """
 
 from __future__ import annotations
