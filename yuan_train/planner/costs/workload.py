@@ -9,6 +9,7 @@ fp64, else 4).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -154,6 +155,7 @@ class ModelWork:
         return (self.embedding, *[self.layer] * self.num_layers, self.head)
 
 
+@functools.lru_cache(maxsize=1024)
 def model_work(
     model: ModelConfig,
     rows: TokenRows,
