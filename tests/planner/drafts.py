@@ -12,7 +12,7 @@ from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables
 from yuan_train.planner.native import evaluator
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, DraftTable, PipelineRow, StageRow, most_stages
-from yuan_train.planner.native.headers import structure
+from yuan_train.planner.native.library import structure
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.schedule.copies import DEFAULT_AHEAD
 

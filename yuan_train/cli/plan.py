@@ -222,8 +222,7 @@ def _find_plan(
     problem: PlanProblem, arguments: argparse.Namespace, run_config: RunConfig
 ) -> tuple[PlanProblem, SearchResult, Rent | None]:
     """The best plan, its problem, which `--largest` changes, and what parts of the cluster cost, if asked."""
-    from yuan_train.planner.search.saves import search_beside_saves, with_saves
-    from yuan_train.planner.search.what_if import find_largest, rent_plan
+    from yuan_train.planner.search.what_if import find_largest, rent_plan, search_beside_saves, with_saves
 
     copies = run_config.host_copies
     search, size = run_config.feasible_search, run_config.train.micro_batch_size

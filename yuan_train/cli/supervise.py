@@ -113,8 +113,7 @@ def _job(
 ) -> Supervised:
     """The run as an agent knows it: how it is planned, priced and started."""
     from yuan_train.cli.plan import problem_of
-    from yuan_train.planner.search.pace import Pace, plan_at_pace, step_at_pace
-    from yuan_train.planner.search.what_if import with_nodes
+    from yuan_train.planner.search.what_if import Pace, plan_at_pace, step_at_pace, with_nodes
     from yuan_train.supervise.agent import Supervised
 
     def problem_here(here: Sequence[str]) -> PlanProblem:

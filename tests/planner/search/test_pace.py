@@ -12,7 +12,7 @@ from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.pace import plan_at_pace, step_at_pace
+from yuan_train.planner.search.what_if import plan_at_pace, step_at_pace
 
 SEARCH = SearchConfig(schedule=("1f1b",), micro_batch_size=(1,), offload=(), use_all_devices=True)
 

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, byref, c_double, c_int, c_void_p
 from dataclasses import dataclass
 
-from yuan_train.planner.native.headers import constant, declared, structure, with_types
-from yuan_train.planner.native.library import load_library
+from yuan_train.planner.native.library import constant, declared, load_library, structure, with_types
 
 NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES, MAX_REPLICAS = map(
     constant, ("NUM_WIDTHS", "NUM_SIZES", "NUM_RECOMPUTES", "MAX_REPLICAS")

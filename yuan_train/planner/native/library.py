@@ -1,4 +1,4 @@
-"""The planner's compiled core: built from the C files beside this one, and loaded once.
+"""The planner's compiled core: built from the C files beside this one, loaded once, and what it declares.
 
 setup.py builds it where the package is installed. In a checkout whose C files have changed since, or that
 was never installed, it is built when it is first asked for. The name of the built file says what it was built
@@ -15,12 +15,14 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-Wall", "-Wextra")
@@ -107,3 +109,64 @@ def load_library() -> ctypes.CDLL:
         return ctypes.CDLL(str(_find_or_build()))
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"yuan_train/planner/native: {error}") from error
+
+
+# --- what the headers declare, which is written once, in C --------------------------------------------------
+
+
+INTEGERS = ("int16", "int32", "int64", "uint8", "uint64")
+pointer_to: Any = ctypes.POINTER
+"""As ctypes has it, for classes that a type checker does not know."""
+S = TypeVar("S", bound=ctypes.Structure)
+_known: dict[str, Any] = {f"{name}_t": getattr(ctypes, f"c_{name}") for name in INTEGERS}
+_known["double"] = ctypes.c_double
+"""Types by their names in C: numbers, and the structures that were declared."""
+
+
+@functools.cache
+def _text() -> str:
+    """All headers, without comments."""
+    texts = (path.read_text() for path in sources() if path.suffix == ".h")
+    return re.sub(r"/\*.*?\*/", "", "\n".join(texts), flags=re.S)
+
+
+def constant(name: str) -> int:
+    """The value of a constant of an enumeration."""
+    found = re.search(rf"\b{name} = (\d+)", _text())
+    assert found is not None, name
+    return int(found[1])
+
+
+def declared(name: str) -> Callable[[type[S]], type[S]]:
+    """Give a class the fields of `struct name`; a pointer to a structure not yet declared is an address."""
+
+    def with_fields(own: type[S]) -> type[S]:
+        own._fields_ = list(_fields(name))
+        _known[name] = own
+        return own
+
+    return with_fields
+
+
+def structure(name: str) -> Any:
+    return declared(name)(type(name, (ctypes.Structure,), {}))
+
+
+def _fields(name: str) -> Iterator[tuple[str, Any]]:
+    body = re.search(rf"^struct {name} \{{(.*?)^\}};", _text(), flags=re.S | re.M)
+    assert body is not None, name
+    for kind, names in re.findall(r"(?:const )?(?:struct )?(\w+) ([^;]+);", body[1]):
+        for star, field, length in re.findall(r"(\*?)(\w+)(?:\[(\w+)\])?", names):
+            own: Any = _known.get(kind)
+            if length:
+                own = own * (int(length) if length.isdecimal() else constant(length))
+            address: Any = pointer_to(own) if own else ctypes.c_void_p
+            yield field, address if star else own
+
+
+def with_types(core: ctypes.CDLL, *functions: tuple[str, Any, list[Any]]) -> ctypes.CDLL:
+    """The core with the results and arguments of some functions."""
+    for name, result, arguments in functions:
+        function: Any = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
+    return core

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from yuan_train.config.run import ScheduleName
-from yuan_train.planner.native.headers import pointer_to, structure, with_types
-from yuan_train.planner.native.library import load_library
+from yuan_train.planner.native.library import load_library, pointer_to, structure, with_types
 from yuan_train.schedule.step import Kind, Workers, num_workers
 
 _COMPUTE: tuple[Kind, ...] = ("forward", "backward", "backward_input", "backward_weight")

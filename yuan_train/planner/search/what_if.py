@@ -4,6 +4,14 @@
 rule of thumb. `rent_plan` leaves nodes out, one after the other: from the whole cluster on, each round leaves
 out one node of each kind that is left, or all of a kind, and goes on from the rest whose plan trains most
 tokens for its price. `find_largest` asks for more layers, `other_precision` for fp16 or bf16.
+
+Saves copy a share of the trained state to each node's host, for a while or for good. What they copy depends
+on the plan, so it is counted after a search; where a host has no room for it beside what the plan keeps
+there, another search leaves that much room on every host (`search_beside_saves`).
+
+A card's pace is how many times as long as forecast it computes, measured in a run: one that throttles, or is
+shared. For `plan_at_pace` it becomes a type of its own, with the rates of its type divided by that, and its
+measured times multiplied.
 """
 
 from __future__ import annotations
@@ -12,13 +20,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
+from yuan_train.config import profile as profiles
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
-from yuan_train.config.devices import GIB, Precision
+from yuan_train.config.devices import GIB, DeviceType, Precision
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped, YuanError
-from yuan_train.config.run import SearchConfig, check_prices
-from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.config.plan import Plan, copied_bytes, uncatalogued_types
+from yuan_train.config.run import HostCopies, SearchConfig, check_prices
+from yuan_train.config.units import show_bytes
+from yuan_train.planner.costs.plan_problem import PlanProblem, node_host_bytes
+from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.search_result import SearchResult
 
@@ -356,3 +369,172 @@ def other_precision(
     except YuanError as error:
         refusal = str(error).partition("\n")[0]
     return OtherPrecision(precision=precision, fp16_only=fp16_only, tokens_per_second=speed, refusal=refusal)
+
+
+# --- beside saves -----------------------------------------------------------------------------------------
+
+
+MOST_SEARCHES = 3
+"""Room for the copies of one plan is mostly enough for those of the next."""
+
+
+class HostUse(NamedTuple):
+    """Bytes on a node's host: kept by the plan, copied by saves, and not left to other programs."""
+
+    node: str
+    kept: float
+    copied: float
+    available: float
+
+    @property
+    def over(self) -> float:
+        """What it has no room for; not above 0 if it has."""
+        return self.kept + self.copied - self.available
+
+
+def search_beside_saves(
+    problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, copies: HostCopies
+) -> SearchResult:
+    """As `search_plan`, with room on hosts for what saves copy there, and a note of it. If no such plan fits,
+    the one that leaves too little, with a note that says so."""
+    result, room = search_plan(problem, search, micro_batch_size=micro_batch_size), 0.0
+    for _ in range(MOST_SEARCHES if copies.keys else 0):
+        over = [use for use in host_uses(result, problem, copies) if use.over > 0 and use.kept]
+        if not over:
+            break
+        room = max(room, *(use.copied for use in over))
+        given = replace(problem, host_reserved=problem.host_reserved + int(room))
+        try:
+            result = search_plan(given, search, micro_batch_size=micro_batch_size)
+        except NoPlanFits:
+            break
+    return with_saves(result, problem, copies)
+
+
+def with_saves(result: SearchResult, problem: PlanProblem, copies: HostCopies) -> SearchResult:
+    """A result with a note of what saves copy to the fullest host, if they do."""
+    uses = list(host_uses(result, problem, copies)) if copies.keys else []
+    if not uses:
+        return result
+    fullest = max(uses, key=lambda use: use.over)
+    words = (
+        f"saves ({copies.keys}) copy {show_bytes(fullest.copied)} to the host of {fullest.node}, beside "
+        f"{show_bytes(fullest.kept)} of the plan, of {show_bytes(fullest.available)}"
+    )
+    if fullest.over > 0:
+        words += f": more than it has; do without {copies.keys}, or set memory.host_reserved lower"
+    return replace(result, notes=(*result.notes, words))
+
+
+def host_uses(result: SearchResult, problem: PlanProblem, copies: HostCopies) -> Iterator[HostUse]:
+    """What a plan and its saves take on the host of each node."""
+    plan, kept = result.best.plan, dict[str, float]()
+    for stage in result.best.cost.stages:
+        for card in stage.cards:
+            kept[card.node] = kept.get(card.node, 0.0) + stage.host_bytes
+    for node, state in kept.items():
+        available = max(0.0, node_host_bytes(problem.cluster, node) - problem.host_reserved)
+        yield HostUse(node, state, copied_bytes(plan, node, copies), available)
+
+
+# --- at another pace --------------------------------------------------------------------------------------
+
+
+Pace = Mapping[str, float]
+"""By card (`b/0`), how many times as long as its type it computes; 1 where it is not named."""
+
+LEAST = 0.1
+"""What a pace is rounded to: cards that differ by less are of one type."""
+
+
+def plan_at_pace(
+    problem: PlanProblem,
+    pace: Pace,
+    search: SearchConfig,
+    *,
+    micro_batch_size: int,
+    copies: HostCopies | None = None,
+) -> Plan:
+    """The fastest plan for cards of that pace, which the forecast counts, beside what saves copy to hosts.
+    Raises as `search_plan`."""
+    slowed, types = _with_pace(problem, pace)
+    size, copies = micro_batch_size, copies or HostCopies()
+    plan = search_beside_saves(slowed, search, micro_batch_size=size, copies=copies).best.plan
+    ranks = tuple(replace(entry, type=types.get(entry.type, entry.type)) for entry in plan.ranks)
+    own = uncatalogued_types(problem.cluster, {entry.type for entry in ranks})
+    return replace(plan, ranks=ranks, device_types=own)
+
+
+def step_at_pace(problem: PlanProblem, pace: Pace, plan: Plan) -> float:
+    """Seconds of a plan's step on cards of that pace. Raises PlanError if they are not the plan's."""
+    slowed, _ = _with_pace(problem, pace)
+    types = {card.name: card.type for card in slowed.cluster.cards}
+    ranks = tuple(replace(entry, type=types.get(entry.device, entry.type)) for entry in plan.ranks)
+    return cost_plan(make_costs(slowed), replace(plan, ranks=ranks)).step_seconds
+
+
+def _with_pace(problem: PlanProblem, pace: Pace) -> tuple[PlanProblem, dict[str, str]]:
+    """The problem with a type for each pace of each type, and what these are types of."""
+    factors: dict[str, tuple[str, float]] = {}
+    changed: dict[str, tuple[str, ...]] = {}
+    for node, group in problem.cluster.groups.items():
+        names: list[str] = []
+        for i, kind in enumerate(group.types):
+            factor = round(pace.get(f"{node}/{i}", 1.0) / LEAST) * LEAST
+            name = kind if abs(factor - 1.0) < LEAST else f"{kind} x {factor:.1f}"
+            names.append(name)
+            if name != kind:
+                factors[name] = kind, factor
+        if tuple(names) != group.types:
+            changed[node] = tuple(names)
+    nodes = {node: problem.cluster.groups[node].with_cards(own, name=node) for node, own in changed.items()}
+    cluster = with_nodes(problem.cluster, nodes)
+    slow = {name: _slowed(problem.cluster, kind, factor) for name, (kind, factor) in factors.items()}
+    cluster = replace(cluster, device_types={**cluster.device_types, **slow})
+    profile = problem.profile and _slowed_profile(problem.profile, factors)
+    types = {name: kind for name, (kind, _) in factors.items()}
+    return replace(problem, cluster=cluster, profile=profile), types
+
+
+def _slowed(cluster: Cluster, kind: str, factor: float) -> DeviceType:
+    device, rates = cluster.device_type(kind), ("fp32", "bf16", "fp16", "memory_bandwidth")
+    known = {name: rate for name in rates if (rate := getattr(device, name)) is not None}
+    return replace(device, **{name: rate / factor for name, rate in known.items()})
+
+
+Timed = TypeVar("Timed", profiles.UnitProfile, profiles.StageStart)
+
+
+def _slowed_profile(profile: profiles.Profile, factors: Mapping[str, tuple[str, float]]) -> profiles.Profile:
+    """The profile, with what it has of a type also for the types that are slower."""
+
+    def copies(own: tuple[profiles.Named, ...]) -> tuple[profiles.Named, ...]:
+        return tuple(
+            replace(entry, device_type=name)
+            for name, (kind, _) in factors.items()
+            for entry in own
+            if entry.device_type == kind
+        )
+
+    slow = tuple(_slowed_entry(entry, factors[entry.device_type][1]) for entry in copies(profile.entries))
+    return replace(
+        profile,
+        entries=(*profile.entries, *slow),
+        hosts=(*profile.hosts, *copies(profile.hosts)),
+        generation=(*profile.generation, *copies(profile.generation)),
+    )
+
+
+def _slowed_entry(entry: profiles.ProfileEntry, factor: float) -> profiles.ProfileEntry:
+    def slow(own: Timed) -> Timed:
+        forward, backward = own.forward_seconds * factor, own.backward_seconds * factor
+        return replace(own, forward_seconds=forward, backward_seconds=backward)
+
+    return replace(
+        entry,
+        embedding=slow(entry.embedding),
+        layers=tuple(map(slow, entry.layers)),
+        head=slow(entry.head),
+        bare_layer=None if entry.bare_layer is None else slow(entry.bare_layer),
+        start=slow(entry.start),
+    )
