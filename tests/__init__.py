@@ -1,1 +1,5 @@
-"""Tests, folder by folder as the code."""
+"""Tests. Each process has one thread for arithmetic, whoever starts them: a fork of one with more waits forever."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
