@@ -1,4 +1,7 @@
-"""Tests. Each process has one thread for arithmetic, whoever starts them: a fork of one with more waits forever."""
+"""Tests, folder by folder as the code.
+
+Each process has one thread for arithmetic, whoever starts them: a fork of one with more waits for them.
+"""
 
 import os
 
