@@ -680,10 +680,13 @@ class Costs:
         if key not in self.groups:
             parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
             slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
+            # Layers that are alike are one object, and stay one.
+            units, divided = {id(unit): unit for unit in slowest.units}, (scatter, gather)
+            changed = {key: _with_collectives(unit, ring, divided=divided) for key, unit in units.items()}
             start = slowest.start
             self.groups[key] = replace(
                 slowest,
-                units=tuple(_with_collectives(u, ring, divided=(scatter, gather)) for u in slowest.units),
+                units=tuple(changed[id(unit)] for unit in slowest.units),
                 # A stage divides the hidden state that it gets, and ends with a whole one.
                 start=StageStart(
                     forward_seconds=start.forward_seconds + gather,
