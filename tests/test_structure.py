@@ -58,7 +58,7 @@ SAME_NAMES = {
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
     "checkpoint": (10, 3004),
-    "cli": (32, 6503),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "cli": (32, 6501),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (17, 6471),  # signals, of seven commands; experts that a rank holds, asked of a plan
     "data": (11, 3096),
     "estimate": (5, 1055),  # What `estimate` counts left the planner, which does not ask for it.
@@ -68,7 +68,7 @@ ROOMS = {
     "models": (19, 3539),
     "objectives": (3, 306),
     "parallel": (26, 7774),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (55, 11926),  # servers that draw the answers; what `search.replicas` asks of a batch, said
+    "planner": (52, 11987),  # servers that draw the answers; hosts beside many cards
     "profile": (5, 1410),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7187),  # environments of what servers draw: a request a turn

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.models import tiny_model
+from tools.bench.problems import large_problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
@@ -109,3 +110,30 @@ def test_many_cards_are_searched_as_islands_within_the_limits_of_the_search_keys
     free = search_plan(problem, SearchConfig(), micro_batch_size=1).best
     assert free.step_seconds <= best.step_seconds
     assert search_plan(problem, SearchConfig(), micro_batch_size=1).best.plan == free.plan
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_price_of_an_island_counts_what_is_on_hosts(count: int) -> None:
+    problem = replace(on_nodes(*NODES, batch=48, num_layers=400), memory_fraction=0.06)
+    costs, island = made(problem, count)
+    found = replace(island, space=island.beside, steps=(), drafts=()).searched(4_000, seed=1)
+    plans = [islands._plan_of_all(costs, found, plan_of(found.tables, draft)) for draft in found.drafts]
+    stages = [stage for plan in plans if plan for one in plan.pipelines for stage in one.stages]
+    assert any(stage.optimizer_offload or stage.activation_offload for stage in stages)
+    for step, plan in zip(found.steps, plans, strict=True):
+        assert plan is not None
+        cost = cost_plan(costs, plan)
+        assert cost.fits
+        assert cost.step_seconds == pytest.approx(step, rel=1e-9)
+
+
+def test_hosts_help_many_cards_whose_memory_state_fills() -> None:
+    problem = large_problem(64, irregular=True)
+    problem = replace(problem, model=replace(problem.model, num_layers=100))
+    cards, free = (
+        search_plan(problem, keys, micro_batch_size=1).best
+        for keys in (SearchConfig(offload=()), SearchConfig())
+    )
+    assert free.step_seconds < 0.95 * cards.step_seconds
+    stages = [stage for one in free.plan.pipelines for stage in one.stages]
+    assert any(stage.optimizer_offload or stage.activation_offload for stage in stages)

@@ -5,6 +5,9 @@ the batch. The compiled core searches one island, and prices it as one of so man
 the owners of all, and its state is sharded among them. So pipelines that are alike are priced once, and a
 move changes them in all islands. What does not divide stays idle. `cost_plan` has the last word on the whole
 plan.
+
+Hosts are searched where state takes much of all memory: on from the fastest drafts on cards, or from the
+beginning where none fits.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.drafts import FEW_CARDS, draft_space
+from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options
 
 MOST_ISLAND_CARDS, LEAST_ISLAND_CARDS = 256, 24
@@ -38,6 +42,12 @@ NUM_SIZES_TRIED = 2
 """Micro-batch sizes: many cards have few micro-batches each."""
 NUM_FINALISTS, WORTH_LONGER = 5, 1.08
 """Numbers of islands that are searched longer, if their steps are within this multiple of the fastest one."""
+LEAST_ROUNDS, MOST_ROUNDS, WORTH_A_ROUND = 2, 6, 0.01
+"""Searches with hosts, each of which begins with what the one before found, and the part of the step that one
+must gain for there to be another."""
+MUCH_STATE = 0.4
+"""Of the memory of all cards, the part from which on hosts are searched, if state takes it: up to 0.3 no plan
+of four clusters of 64 to 1,024 cards gained by them, from 0.45 on plans gained up to 17 %."""
 NEAR = 1.07
 """Of numbers of islands within this factor, the one that leaves the fewest cards over is tried."""
 MOST_IDLE = 0.2
@@ -53,6 +63,9 @@ class _Island:
     """Of each group of the cluster, how many an island has."""
     tables: Tables
     space: SpaceTable
+    """On cards alone."""
+    beside: SpaceTable
+    """With what the search keys allow of hosts."""
     steps: tuple[float, ...] = ()
     drafts: tuple[DraftTable, ...] = ()
     rows: tuple[object, ...] = ()
@@ -73,32 +86,102 @@ def search_islands(space: Space) -> list[Candidate]:
     few = len(cards) <= FEW_CARDS or len(cards) < len(costs.cards)
     if few or _is_special(options) or costs.topology.dedicated or costs.topology.measured:
         return []
-    most = space.limit.seconds * BUDGET_PER_SECOND
+    budgets = _budgets_of(space)
+    searched = [one.searched(budgets.first, seed=1) for one in _islands(space, budgets)]
+    found = _searched_longer(space, searched, budgets)
+    if found and not space.is_over():
+        found[0] = found[0].searched(budgets.longer // 2, seed=3)
+    if _may_use_hosts(space) and (not found or _state_share(costs, cards) > MUCH_STATE):
+        known = found[:1] or searched[: budgets.num_finalists]
+        found = [*_searched_beside(space, known, budgets), *found]
+    return list(_plans_of_all(space, found))
+
+
+def _may_use_hosts(space: Space) -> bool:
+    options = space.options
+    return options.offload or (options.offload_activations and not space.costs.problem.compile)
+
+
+def _state_share(costs: Costs, cards: Sequence[Card]) -> float:
+    """Of all memory, what parameters, gradients and optimizer state take, each of them once."""
+    first = costs.of(cards[0].type, 1, "none")
+    room = sum(costs.problem.room_bytes(card.type) for card in cards)
+    return sum(unit.state_bytes for unit in first.units) / room
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Budgets:
+    """Of the searches that a time limit and an effort allow, and how many there are."""
+
+    num_cuts: int
+    first: int
+    num_finalists: int
+    longer: int
+
+
+def _budgets_of(space: Space) -> _Budgets:
+    most, effort = space.limit.seconds * BUDGET_PER_SECOND, space.options.effort
     num_cuts = min(NUM_CUTS, max(3, int(most / (3 * FIRST_BUDGET))))
-    first = int(min(options.effort * FIRST_BUDGET, most / (3 * num_cuts)))
     num_finalists = min(NUM_FINALISTS, max(1, int(most / (2 * BUDGET))))
-    second = int(min(options.effort * BUDGET, most / (2 * num_finalists)))
-    searched: list[_Island] = []
-    for count in _counts(costs, len(cards), options, num_cuts):
-        if searched and space.is_over():
+    return _Budgets(
+        num_cuts=num_cuts,
+        first=int(min(effort * FIRST_BUDGET, most / (3 * num_cuts))),
+        num_finalists=num_finalists,
+        longer=int(min(effort * BUDGET, most / (2 * num_finalists))),
+    )
+
+
+def _islands(space: Space, budgets: _Budgets) -> Iterator[_Island]:
+    """Each number of islands that is tried; one of them whatever the time."""
+    is_first = True
+    for count in _counts(space.costs, len(space.cards), space.options, budgets.num_cuts):
+        if not is_first and space.is_over():
+            return
+        island = _make_island(space.costs, space.options, count)
+        if island is not None:
+            is_first = False
+            yield island
+
+
+def _searched_longer(space: Space, searched: Sequence[_Island], budgets: _Budgets) -> list[_Island]:
+    """The islands whose steps are nearly the shortest, after a longer search of each; fastest first."""
+    ranked = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])
+    best = [
+        one for one in ranked[: budgets.num_finalists] if one.steps[0] <= WORTH_LONGER * ranked[0].steps[0]
+    ]
+    longer = [one if space.is_over() else one.searched(budgets.longer, seed=2) for one in best]
+    return sorted(longer, key=lambda one: one.steps[0])
+
+
+def _searched_beside(space: Space, islands: Sequence[_Island], budgets: _Budgets) -> list[_Island]:
+    """The best of some islands after searches with hosts, as long as they gain; none if nothing fits."""
+    found = [replace(one, space=one.beside) for one in islands]
+    for number in range(MOST_ROUNDS if found else 0):
+        if space.is_over():
             break
-        island = _make_island(costs, options, count)
-        searched += [island.searched(first, seed=1)] if island is not None else []
-    ranked = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])[:num_finalists]
-    best = [one for one in ranked if one.steps[0] <= WORTH_LONGER * ranked[0].steps[0]]
-    longer = [one if space.is_over() else one.searched(second, seed=2) for one in best]
-    longer.sort(key=lambda one: one.steps[0])
-    if longer and not space.is_over():
-        longer[0] = longer[0].searched(second // 2, seed=3)
-    found: list[Candidate] = []
-    for island in longer:
-        if found and space.is_over():
+        before = found[0].steps
+        budget = budgets.longer // 2 if number < LEAST_ROUNDS else budgets.longer
+        searched = [one.searched(budget, seed=4 + number) for one in found]
+        found = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])[:1] or found
+        gains = bool(found[0].steps) and (not before or found[0].steps[0] <= before[0] * (1 - WORTH_A_ROUND))
+        if number + 1 >= LEAST_ROUNDS and not gains:
             break
-        plans = (_plan_of_all(costs, island, plan_of(island.tables, draft)) for draft in island.drafts)
+    return [one for one in found if one.steps]
+
+
+def _plans_of_all(space: Space, found: Sequence[_Island]) -> Iterator[Candidate]:
+    """The fastest plan of each island's drafts that fits; the first one whatever the time."""
+    is_first = True
+    for island in found:
+        if not is_first and space.is_over():
+            return
+        plans = (_plan_of_all(space.costs, island, plan_of(island.tables, draft)) for draft in island.drafts)
+        if space.options.offload_disk:
+            plans = (plan and with_disks(space.costs, plan) for plan in plans)
         judged = (judge(space, plan) for plan in plans if plan is not None)
-        # The fastest that fits.
-        found += itertools.islice((one for one in judged if one is not None), 1)
-    return found
+        for one in itertools.islice((one for one in judged if one is not None), 1):
+            is_first = False
+            yield one
 
 
 def _is_special(options: Options) -> bool:
@@ -141,16 +224,16 @@ def _make_island(costs: Costs, options: Options, count: int) -> _Island | None:
         return None
     cluster = replace(problem.cluster, nodes=own)
     island = replace(problem, cluster=cluster, global_batch_size=size + (rest > 0))
-    tables = make_tables(make_costs(island), sizes, options.tensor, num_islands=count)
+    own_costs, on_disk = make_costs(island), options.offload_disk
+    tables = make_tables(own_costs, sizes, options.tensor, num_islands=count, on_disk=on_disk)
     if tables is None:
         return None
-    wanted = draft_space(options, problem).changed(
-        schedules=1 << NAMES.index("1f1b"), may_offload=0, may_send=0
-    )
+    wanted = draft_space(options, problem).changed(schedules=1 << NAMES.index("1f1b"))
     if options.pipelines is not None:
         whole = (n // count for n in options.pipelines if n % count == 0 and n < 63 * count)
         wanted.pipelines = sum(1 << n for n in whole)
-    return _Island(count=count, nodes=nodes, tables=tables, space=wanted)
+    on_cards = wanted.changed(may_offload=0, may_send=0)
+    return _Island(count=count, nodes=nodes, tables=tables, space=on_cards, beside=wanted)
 
 
 def _plan_of_all(costs: Costs, island: _Island, plan: Plan) -> Plan | None:
