@@ -167,12 +167,19 @@ static int deepen(struct search *search, struct draft *draft, int32_t p, int32_t
     static const int16_t steps[] = {1, 1, 2, 3, -1, -1};
     if (draft->schedule != ONE_F_ONE_B || search->space->is_plain)
         return 0;
-    int32_t last = draw(search, draft->pipelines[p].num_stages);
-    int32_t first = draw(search, 100) < 60 ? 0 : last, by = steps[draw(search, 6)];
+    enum { LONG = 48 };
+    int32_t stages = draft->pipelines[p].num_stages, last = draw(search, stages), kind = draw(search, 100);
+    int32_t first = kind < 60 ? 0 : last, by = steps[draw(search, 6)];
+    /* Of long pipelines many stages come to be no deeper than the next one: one alone mended gains nothing. */
+    int32_t anew = is_large(search->problem) && stages >= LONG && kind >= 88;
+    if (anew) {
+        first = 0;
+        last = stages - 1;
+    }
     for (int32_t i = 0; i < count; i++)
         for (int32_t s = first; s <= last; s++) {
             struct draft_stage *stage = stages_of(draft, search->members[i]) + s;
-            stage->deeper = (int16_t)(stage->deeper + by);
+            stage->deeper = (int16_t)(anew ? 0 : stage->deeper + by);
         }
     return 1;
 }
