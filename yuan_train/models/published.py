@@ -320,7 +320,7 @@ def rotary_buffer(layer: int) -> str:
 
 
 class PublishedFormat(Protocol):
-    """What the file of an architecture has that is published."""
+    """The published format of an architecture, in its file."""
 
     MODEL_TYPES: tuple[str, ...]
     """`model_type` of the configs that it reads."""

@@ -16,6 +16,8 @@ from yuan_train.models.architectures.llama import MODEL_CODE, STORES_TIED_HEAD, 
 from yuan_train.models.architectures.llama import SPEC as LLAMA
 from yuan_train.models.published import DEFAULTS, Publishing, decoder_config, decoder_from_config, refuse
 
+__all__ = ["MODEL_CODE", "STORES_TIED_HEAD", "published_layout", "resets_of"]
+
 
 def _constraints(model: ModelConfig) -> Iterator[Violation]:
     if model.qkv_bias == model.query_key_norm:
@@ -23,8 +25,6 @@ def _constraints(model: ModelConfig) -> Iterator[Violation]:
             ("query_key_norm",), "Qwen 2.5 has qkv_bias, Qwen 3 has query_key_norm; give exactly one of them"
         )
 
-
-__all__ = ["MODEL_CODE", "STORES_TIED_HEAD", "published_layout", "resets_of"]
 
 SPEC = replace(
     LLAMA,

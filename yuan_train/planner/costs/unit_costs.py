@@ -681,8 +681,12 @@ class Costs:
             parts = [self.of(name, micro_batch_size, recompute, width) for name in types]
             slowest = max(parts, key=lambda part: sum(u.forward_seconds for u in part.units))
             # Layers that are alike are one object, and stay one.
-            units, divided = {id(unit): unit for unit in slowest.units}, (scatter, gather)
-            changed = {key: _with_collectives(unit, ring, divided=divided) for key, unit in units.items()}
+            alike, start, divided = (
+                {id(unit): unit for unit in slowest.units},
+                slowest.start,
+                (scatter, gather),
+            )
+            changed = {i: _with_collectives(unit, ring, divided=divided) for i, unit in alike.items()}
             start = slowest.start
             self.groups[key] = replace(
                 slowest,
@@ -752,10 +756,7 @@ class Costs:
         [T, K] of the chosen experts, whose gradients are added up too."""
         problem = self.problem
         chosen = micro_batch_size * problem.sequence_length * problem.model.experts_per_token
-        sizes = (
-            self.hidden_bytes(micro_batch_size),
-            float(chosen * statistic_bytes(problem.precision)),
-        )
+        sizes = self.hidden_bytes(micro_batch_size), float(chosen * statistic_bytes(problem.precision))
         hidden, small = (allreduce_seconds(self.topology, replica, size) for size in sizes)
         return hidden, small
 
@@ -862,7 +863,7 @@ def _with_halves(
             layer = int(first)
             source = part if layer < recomputed else plain
             whole = source.units[layer + 1]
-            yield (whole if end - first == 1 else share_of_layer(whole, source.halves[first > layer]))
+            yield whole if end - first == 1 else share_of_layer(whole, source.halves[first > layer])
     if stage.head:
         yield part.units[-1]
 

@@ -46,8 +46,8 @@ LEAST_ROUNDS, MOST_ROUNDS, WORTH_A_ROUND = 2, 6, 0.01
 """Searches with hosts, each of which begins with what the one before found, and the part of the step that one
 must gain for there to be another."""
 MUCH_STATE = 0.4
-"""Of the memory of all cards, the part from which on hosts are searched, if state takes it: up to 0.3 no plan
-of four clusters of 64 to 1,024 cards gained by them, from 0.45 on plans gained up to 17 %."""
+"""Of the memory of all cards, the part from which on hosts are searched, if state takes it: up to 0.32 none
+of five clusters of 64 to 1,024 cards gained by them, from 0.42 on eight gained 0 to 38 %."""
 NEAR = 1.07
 """Of numbers of islands within this factor, the one that leaves the fewest cards over is tried."""
 MOST_IDLE = 0.2
@@ -63,13 +63,18 @@ class _Island:
     """Of each group of the cluster, how many an island has."""
     tables: Tables
     space: SpaceTable
-    """On cards alone."""
+    """What is searched: cards alone, at first."""
     beside: SpaceTable
-    """With what the search keys allow of hosts."""
+    """The same with what the search keys allow of hosts."""
     steps: tuple[float, ...] = ()
     drafts: tuple[DraftTable, ...] = ()
     rows: tuple[object, ...] = ()
     """What the drafts point to."""
+
+    @property
+    def may_use_hosts(self) -> bool:
+        """Whether the search keys allow any of it."""
+        return bool(self.beside.may_offload or self.beside.may_send)
 
     def searched(self, budget: int, seed: int) -> _Island:
         """The same, with what a search of so much more found."""
@@ -91,15 +96,10 @@ def search_islands(space: Space) -> list[Candidate]:
     found = _searched_longer(space, searched, budgets)
     if found and not space.is_over():
         found[0] = found[0].searched(budgets.longer // 2, seed=3)
-    if _may_use_hosts(space) and (not found or _state_share(costs, cards) > MUCH_STATE):
+    if not found or _state_share(costs, cards) > MUCH_STATE:
         known = found[:1] or searched[: budgets.num_finalists]
         found = [*_searched_beside(space, known, budgets), *found]
     return list(_plans_of_all(space, found))
-
-
-def _may_use_hosts(space: Space) -> bool:
-    options = space.options
-    return options.offload or (options.offload_activations and not space.costs.problem.compile)
 
 
 def _state_share(costs: Costs, cards: Sequence[Card]) -> float:
@@ -155,7 +155,7 @@ def _searched_longer(space: Space, searched: Sequence[_Island], budgets: _Budget
 
 def _searched_beside(space: Space, islands: Sequence[_Island], budgets: _Budgets) -> list[_Island]:
     """The best of some islands after searches with hosts, as long as they gain; none if nothing fits."""
-    found = [replace(one, space=one.beside) for one in islands]
+    found = [replace(one, space=one.beside) for one in islands if one.may_use_hosts]
     for number in range(MOST_ROUNDS if found else 0):
         if space.is_over():
             break
