@@ -99,9 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile, cluster)
 
-    from yuan_train.planner.report.answer import answer_values
+    from yuan_train.planner.report import answer as words
     from yuan_train.planner.report.page import plan_html, plan_picture
-    from yuan_train.planner.report.reasons import change_lines, change_values, rent_lines, rent_values
     from yuan_train.planner.report.terminal import plan_json
     from yuan_train.planner.search.what_if import explain_plan
     from yuan_train.report.progress import working
@@ -117,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         changes = explain_plan(problem, search, micro_batch_size=size, step_seconds=step)
     reasons = {
         **({"The engine": [price.words()]} if price else {}),
-        **({"Rent": rent_lines(rent)} if rent else {}),
-        **({"What limits this plan": change_lines(changes)} if changes else {}),
+        **({"Rent": words.rent_lines(rent)} if rent else {}),
+        **({"What limits this plan": words.change_lines(changes)} if changes else {}),
     }
     answer = _find_answer(result, problem, run_config, arguments)
     if arguments.report:
@@ -133,10 +132,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         values = {
             "engine_price": asdict(price) if price else None,
-            "rent": rent_values(rent) if rent else None,
-            "explanation": change_values(changes) if changes else None,
+            "rent": words.rent_values(rent) if rent else None,
+            "explanation": words.change_values(changes) if changes else None,
         }
-        found = plan_json(result, path=arguments.out) | {"answer": answer_values(answer)}
+        found = plan_json(result, path=arguments.out) | {"answer": words.answer_values(answer)}
         print(json.dumps(found | {key: value for key, value in values.items() if value is not None}))
         return 0
     _print_plan(result, problem, answer, arguments, reasons)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,3 +138,27 @@ def test_hosts_help_many_cards_whose_memory_state_fills() -> None:
     assert free.step_seconds < 0.95 * cards.step_seconds
     stages = [stage for one in free.plan.pipelines for stage in one.stages]
     assert any(stage.optimizer_offload or stage.activation_offload for stage in stages)
+
+
+def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts() -> None:
+    problem = large_problem(64, irregular=True)
+    problem = replace(problem, global_batch_size=64, model=replace(problem.model, num_layers=200))
+    own, optimizer, room = islands._state_of(make_costs(problem))
+    assert own + optimizer > room
+    best = search_plan(problem, SearchConfig(), micro_batch_size=1).best
+    assert best.cost.fits
+    stages = [stage for one in best.plan.pipelines for stage in one.stages]
+    assert sum(stage.optimizer_offload > 0.0 for stage in stages) > len(stages) / 2
+
+
+def test_islands_are_as_many_as_memory_suffices_for() -> None:
+    problem = on_nodes(*NODES, batch=48, num_layers=12)
+    costs = make_costs(problem)
+
+    def most(**keys: Any) -> int:
+        options = read_options(SearchConfig(**keys), micro_batch_size=1, model=problem.model, num_cards=96)
+        return islands._most_islands(costs, options)
+
+    own, optimizer, room = islands._state_of(costs)
+    assert most() >= most(offload=()) >= most(offload=(), optimizer_sharding=(False,)) > 0
+    assert (most(offload=(), optimizer_sharding=(False,)) + 1) * (own + optimizer) > room

@@ -19,9 +19,16 @@ from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.native.evaluator import Evaluator
-from yuan_train.planner.search.candidate import Candidate, first_shape
+from yuan_train.planner.search.candidate import (
+    NAMES,
+    Candidate,
+    burdens,
+    first_shape,
+    passed_over,
+    prefer_simple,
+    simplicity_note,
+)
 from yuan_train.planner.search.shapes import read_options
-from yuan_train.planner.search.simplicity import NAMES, burdens, passed_over, prefer_simple, simplicity_note
 
 
 def plain_and_deep(given: PlanProblem) -> list[Plan]:
@@ -107,6 +114,6 @@ def test_what_cannot_run_without_a_thing_keeps_it(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object) -> None:
         raise PlanError("resident_parts: 6 is too small")
 
-    monkeypatch.setattr("yuan_train.planner.search.simplicity.cost_plan", refuse)
+    monkeypatch.setattr("yuan_train.planner.search.candidate.cost_plan", refuse)
     options = read_options(SearchConfig(simplicity=0.05), micro_batch_size=1, model=given.model)
     assert prefer_simple(costs, [fastest], options) == [fastest]

@@ -813,6 +813,17 @@ int move_much(struct search *search, struct draft *draft)
 
 /* --- starts ----------------------------------------------------------------------------------------------- */
 
+/* Without the stages of a pipeline that have no room for a layer; whether one is left. */
+static int drop_empty_stages(struct search *search, struct draft *draft, int32_t p)
+{
+    for (int32_t s = draft->pipelines[p].num_stages - 1; s >= 0; s--)
+        if (!stages_of(draft, p)[s].layers)
+            remove_stage(draft, p, s);
+    if (draft->pipelines[p].num_stages)
+        deal_layers(search, draft, p);
+    return draft->pipelines[p].num_stages > 0;
+}
+
 /* How the cards of a type are dealt to pipelines. */
 enum deal { TO_ONE, IN_RUNS, IN_TURNS };
 
@@ -868,7 +879,7 @@ static void gather_replicas(struct search *search, struct draft *draft, int32_t 
         }
 }
 
-static void deal_types(struct search *search, struct draft *draft)
+static void deal_types(struct search *search, struct draft *draft, int32_t is_wide)
 {
     const struct problem *problem = search->problem;
     int32_t types = 0, is_even = draw(search, 3), one_width = draw(search, 2) ? draw_width(search) : 0;
@@ -883,12 +894,20 @@ static void deal_types(struct search *search, struct draft *draft)
     }
     for (int32_t i = 0; i < types; i++) {
         int32_t how = is_even ? 2 + 2 * draw(search, 2) : draw(search, 5);
-        int32_t width = one_width ? one_width : draw_width(search);
-        if (!search->space->uses_all && draw(search, 10) == 0)
+        int32_t width = is_wide ? 4 << draw(search, 3) : one_width ? one_width : draw_width(search);
+        if (!is_wide && !search->space->uses_all && draw(search, 10) == 0)
             continue;
         enum deal deal = how == 0 ? TO_ONE : how < 4 ? IN_RUNS : IN_TURNS;
         deal_type(search, draft, order[i], width, deal, how > 1 && !search->space->uses_all);
     }
+}
+
+/* Whether a draft is drawn that takes little memory, where the state of few copies of the model has room: of few
+ * pipelines with wide groups, one a stage, of all cards. */
+static int32_t draw_frugal(struct search *search)
+{
+    enum { FEW = 4 };
+    return search->most_copies && search->most_copies <= FEW && draw(search, 2);
 }
 
 int draw_start(struct search *search, struct draft *draft)
@@ -901,6 +920,9 @@ int draw_start(struct search *search, struct draft *draft)
     if (size > 2 && draw(search, 3))
         return 0;
     int32_t total = problem->global_batch_size / problem->sizes[size];
+    int32_t frugal = draw_frugal(search);
+    if (search->most_copies && pipelines > search->most_copies)
+        pipelines = search->most_copies;
     if (pipelines > total || pipelines > problem->num_cards)
         return 0;
     draft->schedule = draw(search, 3) ? ONE_F_ONE_B : ZERO_BUBBLE;
@@ -909,16 +931,16 @@ int draw_start(struct search *search, struct draft *draft)
         draft->schedule = ONE_F_ONE_B + ZERO_BUBBLE - draft->schedule;
     if (others && (!(search->space->schedules >> draft->schedule & 1) || draw(search, 3) == 0))
         draw_schedule(search, draft, others);
-    draft->is_sharded = draw(search, 4) != 0;
+    draft->is_sharded = frugal || draw(search, 4) != 0;
     if (!(search->space->shardings >> draft->is_sharded & 1))
         draft->is_sharded = !draft->is_sharded;
     draft->num_pipelines = pipelines;
     draft->num_stages = 0;
     for (int32_t p = 0; p < pipelines; p++)
         draft->pipelines[p] = (struct draft_pipeline){size, total / pipelines + (p < total % pipelines), 0, 0};
-    deal_types(search, draft);
+    deal_types(search, draft, frugal);
     /* Where there are hosts, cards alone were searched before. */
-    int32_t offloads = search->space->may_offload ? draw(search, 4) : 0;
+    int32_t offloads = !search->space->may_offload ? 0 : frugal ? 1 + draw(search, 2) : draw(search, 4);
     int16_t may_offload = (int16_t)(offloads < NUM_OFFLOADS ? offloads : NO_OFFLOAD);
     struct draft_stage wanted = {0};
     if (search->space->may_send && draw(search, 3))
@@ -929,7 +951,7 @@ int draw_start(struct search *search, struct draft *draft)
         draft->stages[s].resident = wanted.resident;
         draft->stages[s].ahead = wanted.ahead;
     }
-    if (draw(search, 3) == 0)
+    if (!frugal && draw(search, 3) == 0)
         gather_replicas(search, draft, 2 + draw(search, 3));
     for (int32_t p = draft->num_pipelines - 1; p >= 0; p--)
         if (!draft->pipelines[p].num_stages)
@@ -944,8 +966,11 @@ int draw_start(struct search *search, struct draft *draft)
         return total % pipelines == 0;
     if (!deal_batch(search, draft))
         return 0;
-    for (int32_t p = 0; p < draft->num_pipelines; p++)
+    for (int32_t p = 0; p < draft->num_pipelines; p++) {
         deal_layers(search, draft, p);
+        if (is_large(search->problem) && !search->space->uses_all && !drop_empty_stages(search, draft, p))
+            return 0;
+    }
     return 1;
 }
 

@@ -273,6 +273,7 @@ struct dealt {
     double bytes, least_bytes;     /* the same */
     double some_seconds, some_bytes; /* with the least recompute that there is */
     double ends, room;             /* seconds of embedding and head; bytes that are there for layers */
+    double host_room, host_bytes;  /* bytes of cards that hosts spare, and of a layer's state there; 0: not asked */
     double next;                   /* seconds with one layer more */
     int32_t layers, num_replicas;
 };
@@ -304,6 +305,7 @@ static int find_slowest(struct search *search, const struct draft_stage *stage, 
             *least = table_of(problem, pool->first_place, stage->width, size, kind);
         }
         dealt->room = min_of(dealt->room, pool->limit - pool->reserved);
+        dealt->host_room = min_of(dealt->host_room, (pool->host_bytes + pool->disk_bytes) / pool->host_bytes_each);
     }
     return *plain && *least;
 }
@@ -330,14 +332,18 @@ static void begin_dealing(struct search *search, const struct draft *draft, int3
     const struct draft_stage *stage = &draft->stages[pipeline->first_stage + s];
     const struct unit_table *plain = NULL, *least = NULL;
     double share = draft->is_sharded ? 1.0 / (problem->num_islands * draft->num_pipelines * stage->num_replicas) : 1.0;
-    *dealt = (struct dealt){.num_replicas = stage->num_replicas, .room = INFINITY};
+    *dealt = (struct dealt){.num_replicas = stage->num_replicas, .room = INFINITY, .host_room = INFINITY};
     if (!find_slowest(search, stage, pipeline->size, &plain, &least, dealt)) {
         dealt->room = 0.0;
         dealt->bytes = dealt->least_bytes = 1.0;
         return;
     }
-    if (stage->may_offload && search->space->may_offload)
+    if (stage->may_offload && search->space->may_offload) {
+        double optimizer = mean_of_layers(problem, plain->optimizer_bytes);
+        dealt->host_bytes = search->fills_cards ? share * optimizer : 0.0;
+        dealt->host_room *= optimizer / mean_of_layers(problem, plain->parameters);
         share = 0.0;
+    }
     int32_t kept = stage->sends && search->space->may_send ? 0 : in_flight;
     dealt->least_seconds = mean_of_layers(problem, least->forward) + mean_of_layers(problem, least->backward);
     double state = mean_of_layers(problem, plain->parameter_bytes) +
@@ -365,6 +371,9 @@ static double seconds_with(const struct dealt *dealt, int32_t layers)
     double over = layers * dealt->bytes - dealt->room, more = INFINITY;
     if (layers * dealt->least_bytes > dealt->room)
         return MISFIT * (1.0 + layers * dealt->least_bytes / max_of(dealt->room, 1.0));
+    double whole = layers * (dealt->least_bytes + dealt->host_bytes), whole_room = dealt->room + dealt->host_room;
+    if (dealt->host_bytes > 0.0 && whole > whole_room)
+        return MISFIT * (1.0 + whole / max_of(whole_room, 1.0));
     /* As many layers are recomputed as need be, of the kind that takes less for it. */
     const double kinds[2][2] = {{dealt->least_seconds, dealt->least_bytes}, {dealt->some_seconds, dealt->some_bytes}};
     for (int i = 0; i < 2 && over > 0.0; i++) {

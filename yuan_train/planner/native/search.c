@@ -380,12 +380,31 @@ static double descend_by_types(struct search *search, struct draft *draft, doubl
     return step;
 }
 
+/* What the memory of all cards suffices for: copies of parameters and gradients, one at least, and all state once. */
+static void measure_memory(struct search *search)
+{
+    const struct problem *problem = search->problem;
+    const struct unit_table *own = NULL;
+    int32_t units = problem->num_units;
+    double room = 0.0, copy = 0.0, optimizer = 0.0;
+    for (int32_t i = 0; i < problem->num_pools; i++)
+        room += problem->pools[i].count * (problem->pools[i].limit - problem->pools[i].reserved);
+    for (int32_t width = 1; !own && width < 1 << NUM_WIDTHS; width *= 2)
+        if ((own = table_of(problem, problem->pools[0].first_place, width, 0, 0)) != NULL) {
+            copy = width * (own->parameter_bytes[units] + own->gradient_bytes[units]);
+            optimizer = width * own->optimizer_bytes[units] / problem->num_islands;
+        }
+    search->most_copies = room < copy * problem->num_cards ? (int32_t)max_of(room / copy, 1.0) : problem->num_cards;
+    search->fills_cards = copy + optimizer > room;
+}
+
 /* On many cards random drafts differ more than descents gain: many are priced, and few annealed. */
 static void run_large_search(struct search *search, struct found *starts, const struct wish *wish)
 {
     enum { ANNEALED = 5, BY_TYPES = 8 };
     int64_t budget = wish->budget;
     struct draft *draft = &search->candidate;
+    measure_memory(search);
     if (wish->deals)
         find_starts(search, starts, wish);
     else

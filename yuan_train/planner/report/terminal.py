@@ -14,8 +14,7 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.stage_cost import StageCost
-from yuan_train.planner.report.answer import mfu_of, values_of
-from yuan_train.planner.report.reasons import bound_values, bound_words
+from yuan_train.planner.report.answer import bound_values, bound_words, mfu_of, values_of
 from yuan_train.planner.search.candidate import Candidate
 from yuan_train.planner.search.search_result import LeftOut, SearchResult
 

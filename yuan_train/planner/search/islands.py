@@ -42,12 +42,16 @@ NUM_SIZES_TRIED = 2
 """Micro-batch sizes: many cards have few micro-batches each."""
 NUM_FINALISTS, WORTH_LONGER = 5, 1.08
 """Numbers of islands that are searched longer, if their steps are within this multiple of the fastest one."""
-LEAST_ROUNDS, MOST_ROUNDS, WORTH_A_ROUND = 2, 6, 0.01
-"""Searches with hosts, each of which begins with what the one before found, and the part of the step that one
-must gain for there to be another."""
+LEAST_ROUNDS, ROUNDS_TO_FIT, MOST_ROUNDS, WORTH_A_ROUND = 2, 4, 6, 0.01
+"""Searches with hosts, each of which begins with what the one before found, those while nothing fits, and the
+part of the step that one must gain for there to be another."""
 MUCH_STATE = 0.4
-"""Of the memory of all cards, the part from which on hosts are searched, if state takes it: up to 0.32 none
-of five clusters of 64 to 1,024 cards gained by them, from 0.42 on eight gained 0 to 38 %."""
+"""Of the memory of all cards, the part from which on hosts are searched, if the state of all islands takes
+it: up to 0.35 none of nine clusters of 64 to 1,024 cards gained more than 0.5 %, from 0.41 on five gained 0.2
+to 16 %."""
+SPARE = 3
+"""Where memory is short: of the islands that it may suffice for, this part is tried too, for a state that is
+cut into whole layers takes more."""
 NEAR = 1.07
 """Of numbers of islands within this factor, the one that leaves the fewest cards over is tried."""
 MOST_IDLE = 0.2
@@ -78,7 +82,8 @@ class _Island:
 
     def searched(self, budget: int, seed: int) -> _Island:
         """The same, with what a search of so much more found."""
-        budget = int(budget * min(1.0, CARDS_OF_BUDGET / self.tables.problem.num_cards))
+        num_cards = min(self.tables.problem.num_cards, MOST_ISLAND_CARDS)
+        budget = int(budget * min(1.0, CARDS_OF_BUDGET / num_cards))
         found = self.tables.evaluator.search(self.space, self.drafts, budget=budget, seed=seed, room=4)
         if not found.steps or (self.steps and self.steps[0] <= found.steps[0]):
             return self
@@ -96,17 +101,29 @@ def search_islands(space: Space) -> list[Candidate]:
     found = _searched_longer(space, searched, budgets)
     if found and not space.is_over():
         found[0] = found[0].searched(budgets.longer // 2, seed=3)
-    if not found or _state_share(costs, cards) > MUCH_STATE:
+    own, optimizer, room = _state_of(costs)
+    if not found or found[0].count * own + optimizer > MUCH_STATE * room:
         known = found[:1] or searched[: budgets.num_finalists]
         found = [*_searched_beside(space, known, budgets), *found]
     return list(_plans_of_all(space, found))
 
 
-def _state_share(costs: Costs, cards: Sequence[Card]) -> float:
-    """Of all memory, what parameters, gradients and optimizer state take, each of them once."""
-    first = costs.of(cards[0].type, 1, "none")
+def _state_of(costs: Costs) -> tuple[float, float, float]:
+    """Bytes of parameters with their gradients, which each island has; of optimizer state; and of memory."""
+    cards = costs.problem.cluster.cards
+    units = costs.of(cards[0].type, 1, "none").units
+    own = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
     room = sum(costs.problem.room_bytes(card.type) for card in cards)
-    return sum(unit.state_bytes for unit in first.units) / room
+    return own, sum(unit.optimizer_bytes for unit in units), room
+
+
+def _most_islands(costs: Costs, options: Options) -> int:
+    """The number up to which all may have room, with optimizer state on hosts as far as that may be."""
+    own, optimizer, room = _state_of(costs)
+    hosts = sum(costs.host_of(card).memory_bytes for card in costs.problem.cluster.cards)
+    beside = math.inf if options.offload_disk else hosts if options.offload else 0.0
+    once, each = (optimizer, own) if True in options.sharded else (0.0, own + optimizer)
+    return max(0, int(min((room + beside - once) / each, room / own)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +171,29 @@ def _searched_longer(space: Space, searched: Sequence[_Island], budgets: _Budget
 
 
 def _searched_beside(space: Space, islands: Sequence[_Island], budgets: _Budgets) -> list[_Island]:
-    """The best of some islands after searches with hosts, as long as they gain; none if nothing fits."""
-    found = [replace(one, space=one.beside) for one in islands if one.may_use_hosts]
+    """The best of some islands after searches with hosts; none if nothing fits. Copies of activations, whose
+    drafts take many times as long to price, wait until no more is gained by optimizer state there."""
+    state = [replace(one, space=one.beside.changed(may_send=0)) for one in islands if one.may_use_hosts]
+    found = _while_it_gains(space, state, budgets, seed=4)
+    if any(one.beside.may_send for one in found):
+        found = _while_it_gains(space, [replace(one, space=one.beside) for one in found], budgets, seed=20)
+    return [one for one in found if one.steps]
+
+
+def _while_it_gains(space: Space, islands: Sequence[_Island], budgets: _Budgets, seed: int) -> list[_Island]:
+    """The best of some islands after rounds of searches; all of them while nothing fits."""
+    found = list(islands)
     for number in range(MOST_ROUNDS if found else 0):
         if space.is_over():
             break
-        before = found[0].steps
+        before = min(one.steps[0] if one.steps else math.inf for one in found)
         budget = budgets.longer // 2 if number < LEAST_ROUNDS else budgets.longer
-        searched = [one.searched(budget, seed=4 + number) for one in found]
+        searched = [one.searched(budget, seed=seed + number) for one in found]
         found = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])[:1] or found
-        gains = bool(found[0].steps) and (not before or found[0].steps[0] <= before[0] * (1 - WORTH_A_ROUND))
-        if number + 1 >= LEAST_ROUNDS and not gains:
+        gains = bool(found[0].steps) and found[0].steps[0] <= before * (1 - WORTH_A_ROUND)
+        if number + 1 >= (LEAST_ROUNDS if found[0].steps else ROUNDS_TO_FIT) and not gains:
             break
-    return [one for one in found if one.steps]
+    return found
 
 
 def _plans_of_all(space: Space, found: Sequence[_Island]) -> Iterator[Candidate]:
@@ -193,8 +220,11 @@ def _is_special(options: Options) -> bool:
 def _counts(costs: Costs, num_cards: int, options: Options, num_cuts: int) -> Iterator[int]:
     """Numbers of islands, the fewest first: each divides one of the groups without much rest."""
     groups = costs.problem.cluster.nodes
-    fewest = -(-num_cards // MOST_ISLAND_CARDS)
-    most = min(max(num_cards // LEAST_ISLAND_CARDS, fewest), costs.problem.global_batch_size)
+    holding = _most_islands(costs, options)
+    fewest = min(-(-num_cards // MOST_ISLAND_CARDS), -(-holding // SPARE))
+    most = min(max(num_cards // LEAST_ISLAND_CARDS, fewest), holding, costs.problem.global_batch_size)
+    if not fewest:
+        return
     last = 0
     for i in range(num_cuts):
         wanted = fewest * (most / fewest) ** (i / (num_cuts - 1))

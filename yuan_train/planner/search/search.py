@@ -18,6 +18,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.search.bounds import Bound, lower_bound
+from yuan_train.planner.search.candidate import keep_to_cards, passed_over, prefer_simple, simplicity_note
 from yuan_train.planner.search.find import Candidate, Plans, Space, TimeLimit, even_split, find_plans
 from yuan_train.planner.search.search_result import (
     LeftOut,
@@ -29,7 +30,6 @@ from yuan_train.planner.search.search_result import (
 )
 from yuan_train.planner.search.shapes import Options, as_plain, read_options
 from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
-from yuan_train.planner.search.simplicity import keep_to_cards, passed_over, prefer_simple, simplicity_note
 
 BRIEF = 1 / 8
 """Of the effort, what a search that is not thorough takes."""
