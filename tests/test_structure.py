@@ -68,10 +68,7 @@ ROOMS = {
     "models": (19, 3539),
     "objectives": (3, 306),
     "parallel": (26, 7774),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (
-        50,
-        11999,
-    ),  # servers that draw the answers; hosts beside many cards, and memory for islands
+    "planner": (49, 12000),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1410),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (21, 7187),  # environments of what servers draw: a request a turn

@@ -10,7 +10,7 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.report.roles_text import describe
+from yuan_train.planner.report.roles import describe
 from yuan_train.planner.roles.engines import Workload
 from yuan_train.planner.roles.placement import RolesProblem
 from yuan_train.planner.roles.plan import make_rl_plan

@@ -371,8 +371,7 @@ def plan_roles(arguments: argparse.Namespace) -> int:
     from yuan_train.config.profile import read_profiles
     from yuan_train.config.rl import load_rl
     from yuan_train.config.rl_plan import save_rl_plan
-    from yuan_train.planner.report.roles_page import roles_html
-    from yuan_train.planner.report.roles_text import roles_answer, roles_json, roles_table
+    from yuan_train.planner.report.roles import roles_answer, roles_html, roles_json, roles_table
     from yuan_train.planner.roles.plan import make_rl_plan, roles_problem
     from yuan_train.planner.roles.search import search_roles
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.support.models import tiny_model
-from tools.bench.problems import large_problem
+from tools.bench.problems import endless, large_problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
@@ -17,8 +18,10 @@ from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import plan_of
 from yuan_train.planner.search import islands
+from yuan_train.planner.search.candidate import Space
+from yuan_train.planner.search.find import Plans
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.shapes import read_options
+from yuan_train.planner.search.shapes import read_options, wanted_shapes
 
 
 def group(device: str, count: int, devices: int, bandwidth: float) -> NodeGroup:
@@ -149,6 +152,28 @@ def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts()
     assert best.cost.fits
     stages = [stage for one in best.plan.pipelines for stage in one.stages]
     assert sum(stage.optimizer_offload > 0.0 for stage in stages) > len(stages) / 2
+
+
+def test_the_nearest_plan_is_taken_where_a_search_meets_none_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = large_problem(64, irregular=True)
+    problem = replace(problem, model=replace(problem.model, num_layers=200))
+
+    def nothing(*_: object) -> tuple[Space, Plans]:
+        options = read_options(SearchConfig(), micro_batch_size=1, model=problem.model, num_cards=64)
+        space = endless(make_costs(problem), options)
+        shapes = [next(wanted_shapes(space.cards, options, global_batch_size=256))]
+        return space, Plans(shapes=shapes, has_all_shapes=True, ranked=(), num_simulated=1, any_fits=False)
+
+    monkeypatch.setattr("yuan_train.planner.search.search.find_plans", nothing)
+    best = search_plan(problem, SearchConfig(), micro_batch_size=1).best
+    assert best.cost.fits
+    assert not list(validate_plan(best.plan))
+    # Three times the layers are more than cards and hosts hold together.
+    problem = replace(problem, model=replace(problem.model, num_layers=600))
+    with pytest.raises(NoPlanFits, match="Nearest"):
+        search_plan(problem, SearchConfig(), micro_batch_size=1)
 
 
 def test_islands_are_as_many_as_memory_suffices_for() -> None:

@@ -18,8 +18,7 @@ from yuan_train.config.rl_plan import CriticPlan, validate_rl_plan
 from yuan_train.estimate.roles import plan_memory
 from yuan_train.planner.costs.unit_costs import critic_of, make_costs, value_model
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.report.roles_page import roles_html
-from yuan_train.planner.report.roles_text import roles_table
+from yuan_train.planner.report.roles import roles_html, roles_table
 from yuan_train.planner.roles.placement import RolesProblem, policy_work
 from yuan_train.planner.roles.plan import make_rl_plan, placement_of
 from yuan_train.planner.roles.search import RolesResult, search_roles

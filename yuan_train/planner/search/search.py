@@ -29,7 +29,7 @@ from yuan_train.planner.search.search_result import (
     with_forecast,
 )
 from yuan_train.planner.search.shapes import Options, as_plain, read_options
-from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall
+from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall, nearest_plans
 
 BRIEF = 1 / 8
 """Of the effort, what a search that is not thorough takes."""
@@ -84,7 +84,7 @@ def _search(
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
     space, plans = find_plans(make_costs(problem), cards, options, limit)
     if not plans.ranked:
-        raise _nothing_found(space, plans, time_limit)
+        plans = replace(plans, ranked=_nearest(space, plans, time_limit))
     kept, faster = keep_to_cards(plans.ranked) if options.keeps_to_cards else (plans.ranked, None)
     exact, lowest, bound = _bounded(space, kept, faster, plans.lowest)
     ranked = kept if exact else prefer_simple(space.costs, kept, options)
@@ -127,19 +127,23 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
     return replace(options, effort=options.effort * (1.0 if thorough else BRIEF))
 
 
-def _nothing_found(space: Space, plans: Plans, time_limit: float) -> SearchStopped | NoPlanFits | ConfigError:
-    """Why there is no plan."""
+def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:
+    """The plans that come nearest, if they fit. Raises why there is none, if it is not memory alone."""
+    costs, cards, options = space.costs, space.cards, space.options
     if not plans.any_fits and (space.is_over() or not plans.has_all_shapes):
-        return SearchStopped(
+        raise SearchStopped(
             f"search.time_limit ({time_limit:g} s) ended the search before it found a plan that fits; "
             f"there may be one. It had {len(plans.shapes)} ways to assign the cards to look at: raise "
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
     if not plans.shapes and not plans.num_simulated:
-        return ConfigError(describe_no_shape(space.costs.problem, space.options, space.cards))
+        raise ConfigError(describe_no_shape(costs.problem, options, cards))
     if plans.any_fits:
-        return NoPlanFits(NO_VIRTUAL_STAGES)
-    return NoPlanFits(describe_shortfall(space.costs, space.cards, space.options))
+        raise NoPlanFits(NO_VIRTUAL_STAGES)
+    near = nearest_plans(space)
+    if not near:
+        raise NoPlanFits(describe_shortfall(costs, cards, options))
+    return near
 
 
 def _bounded(

@@ -15,11 +15,20 @@ from yuan_train.planner.costs.plan_problem import PlanProblem, Replica
 from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
+from yuan_train.planner.search.candidate import Candidate, Space, judge, rank
 from yuan_train.planner.search.paged import pages_fit
 from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan, groups_of
 
 _Miss = tuple[float, Plan, StageCost]
 """What a stage needs in parts of what a plan may fill of its card, the plan, and the stage: it lacks most."""
+
+
+def nearest_plans(space: Space) -> list[Candidate]:
+    """The nearest misses that are none, fastest first: where memory is short, a search may meet no plan."""
+    misses = _misses(space.costs, space.cards, space.options, on_hosts=space.options.offload)
+    found = [judge(space, plan) for ratio, plan, _ in misses if ratio <= 1.0]
+    least = len(space.cards) * space.options.use_all_devices
+    return rank([one for one in found if one is not None and len(one.plan.ranks) >= least])
 
 
 def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) -> str:
@@ -110,7 +119,7 @@ def _plan(costs: Costs, order: Sequence[Replica], options: Options, recompute: R
         bounds=(0, *(1 + sum(layers[:s]) for s in range(1, last + 1)), problem.model.num_layers + 2),
         recompute=tuple(recompute if own else "none" for own in layers),
     )
-    return assemble_plan(costs, [cut], schedule="1f1b")
+    return assemble_plan(costs, [cut], schedule="1f1b", sharded=True in options.sharded)
 
 
 def _with_hosts(costs: Costs, plan: Plan, options: Options) -> Plan:
