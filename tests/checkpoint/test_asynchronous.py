@@ -16,8 +16,8 @@ from tests.support.project import make_plan, parse_plan, read_metrics, run_confi
 from tests.support.ranks import Case, _run_cases, run_alone, same_saved  # pyright: ignore
 from tests.support.spawn import as_rank, free_port, spawn, start_server, wait_for_step, wait_until
 from yuan_train.checkpoint import save as save_module
-from yuan_train.checkpoint.load import find_checkpoint, find_latest
-from yuan_train.checkpoint.names import LATEST, step_name
+from yuan_train.checkpoint.load import find_checkpoint
+from yuan_train.checkpoint.names import LATEST, newest_in, step_name
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.train import saver as saver_module
@@ -127,7 +127,7 @@ def test_a_failed_background_save_ends_all_ranks_with_exit_code_2(run_file: Path
         assert "step-00000005: cannot be written" in stderr and "(rank 1)" in stderr, stderr
         assert "Traceback" not in stderr and "SIGTERM" not in stderr, stderr
     assert len(read_metrics(tmp_path / "log")) == 6
-    assert find_latest(tmp_path / "ck") is None
+    assert newest_in(tmp_path / "ck") is None
 
 
 def train_and_hang(case: Case, hanging: Path) -> None:
@@ -157,8 +157,8 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(run_file: Path, tmp
         process.kill()
         process.join()
     assert (tmp_path / "ck" / LATEST).read_text().strip() == step_name(FIRST_SAVE)
-    found = find_latest(tmp_path / "ck")
-    assert found is not None and found.step == FIRST_SAVE and not found.notes
+    found = find_checkpoint(tmp_path / "ck")
+    assert found.step == FIRST_SAVE and not found.notes
     assert list((tmp_path / "ck").glob(".step-*.tmp"))
     run_alone(case)
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, LAST + 1))

@@ -12,8 +12,8 @@ import torch
 
 from tests.support.project import MODEL
 from yuan_train.checkpoint import save as saving
-from yuan_train.checkpoint.load import describe, find_checkpoint, find_latest, load_tensors
-from yuan_train.checkpoint.names import LATEST, MANIFEST, STATE, step_name, steps_in
+from yuan_train.checkpoint.load import describe, find_checkpoint, load_tensors
+from yuan_train.checkpoint.names import LATEST, MANIFEST, STATE, newest_in, step_name, steps_in
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError
 
@@ -96,21 +96,21 @@ def test_an_incomplete_checkpoint_is_passed_over_with_a_note(
     save(tmp_path, 1)
     path = save(tmp_path, 2) / victim
     path.write_bytes(path.read_bytes()[:20]) if damage == "truncated" else path.unlink()
-    found = find_latest(tmp_path)
-    assert found is not None and found.step == 1 and "torn" in found.notes[0] and victim in found.notes[0]
+    found = find_checkpoint(tmp_path)
+    assert found.step == 1 and "torn" in found.notes[0] and victim in found.notes[0]
     with pytest.raises(CheckpointError, match="torn"):
         find_checkpoint(tmp_path / step_name(2))
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    assert find_latest(tmp_path / "nowhere") is None
+    assert newest_in(tmp_path / "nowhere") is None
     with pytest.raises(CheckpointError, match="no such directory"):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         find_checkpoint(tmp_path)
     (tmp_path / step_name(1)).mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint here is complete"):
-        find_latest(tmp_path)
+        newest_in(tmp_path)
 
 
 def test_names_and_shapes_must_match(tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ from tests.support.models import tiny_model
 from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.checkpoint.hf import export_hf
-from yuan_train.checkpoint.load import find_checkpoint, load_weights
+from yuan_train.checkpoint.load import check_same_model, find_checkpoint, load_weights
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import validate_model
 from yuan_train.models.experts import Router
 from yuan_train.models.transformer import Transformer
-from yuan_train.train.job import check_same_model
 
 MODEL = {"architecture": "llama", "num_layers": 2, "num_experts": 8, "experts_per_token": 2, "init_std": 0.3}
 LR = ("optimizer.learning_rate=0.01", "train.micro_batch_size=4")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,24 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from yuan_train.checkpoint.local_shards import LoadPlanner, LocalShard, Reader, Tensors
 from yuan_train.checkpoint.names import (
     BUFFERS,
-    LATEST,
     OPTIMIZER_STATES,
     STATE,
     TOKENIZER,
     WEIGHTS,
+    Whole,
     faults_of,
-    read_json,
+    newest_in,
     step_name,
     steps_in,
+    whole_at,
 )
 from yuan_train.checkpoint.stream import LazyTensor
 from yuan_train.config.architecture import ADAPTERS
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build
-from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
+from yuan_train.config.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -116,43 +118,58 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     Raises CheckpointError if there is none, or none is complete; if `path` is a step's directory, no other is
     taken in its place.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; give a checkpoint, or a directory of checkpoints")
-    if not steps_in(path):
-        if not (path / STATE).exists() and not (path / ".metadata").exists():
-            published = "; a Hugging Face folder is read with: yuan-train import-hf {0} --out runs/{1}"
-            more = published.format(path, path.name) if (path / "config.json").is_file() else ""
-            raise CheckpointError(f"{path}: there is no checkpoint here (no {STATE}, no step-* inside){more}")
-        return _open(path)
-    found = find_latest(path)
-    if found is None:
-        raise CheckpointError(f"{path}: no checkpoint here is complete: {_all_faults(path)}")
-    return found
+    return Checkpoint(*whole_at(Path(path)))
 
 
-def find_latest(directory: str | Path) -> Checkpoint | None:
-    """The newest complete checkpoint of a directory, with a note on every newer incomplete one.
+def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
+    """The checkpoint to resume from; or else the one whose weights the run begins with, if it names one.
 
-    None if the directory has no checkpoint. `latest` is not trusted: a crash between the renaming and its
-    update leaves a newer complete checkpoint.
-    Raises CheckpointError if none of them is complete, or if `latest` names one that does not exist.
+    Raises CheckpointError if it is incomplete or holds another model.
     """
-    directory = Path(directory)
-    notes: list[str] = []
-    for step in steps_in(directory):
-        path = directory / step_name(step)
-        try:
-            found = _open(path)
-        except CheckpointError as error:
-            notes.append(f"{error}; falling back to the previous checkpoint")
-            continue
-        return Checkpoint(found.path, found.state, tuple(notes))
-    if notes:
-        raise CheckpointError(f"{directory}: no checkpoint here is complete: {'; '.join(notes)}")
-    if (directory / LATEST).exists():
-        raise CheckpointError(f"{directory / LATEST}: names a checkpoint that does not exist")
-    return None
+    resume, directory, start = run.checkpoint.resume, run.checkpoint.directory, run.start.checkpoint
+    found: Whole | None = None
+    if resume == "auto" and directory is not None:
+        found = newest_in(Path(directory))
+    elif resume not in ("auto", "never"):
+        found = whole_at(Path(resume))
+    is_start = found is None and start is not None
+    if found is None and start is not None:
+        found = whole_at(Path(start))
+    if found is None:
+        return None, None
+    checkpoint = Checkpoint(*found)
+    check_same_model(checkpoint, run.model, as_start=is_start)
+    return (None, checkpoint) if is_start else (checkpoint, None)
+
+
+def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bool = False) -> None:
+    """Raise CheckpointError, listing every difference, unless the checkpoint holds this model.
+
+    `as_start`: a reward model may begin with the body of a language model, and adapters with a base model.
+    """
+    saved = checkpoint.model
+    if as_start and model.output == "value":
+        saved = replace(saved, output="value")
+    if as_start and saved.lora is None:
+        saved = replace(saved, lora=model.lora)
+    differences = [
+        f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
+        for key in ModelConfig.__dataclass_fields__
+        if key not in ("name", "max_sequence_length", "init_std", *ONLY_IN_TRAINING)
+        # What has no bias yet begins with zeros; what has one, chooses by it.
+        and not (key == "balance" and saved.balance != "bias")
+        and getattr(saved, key) != getattr(model, key)
+    ]
+    if differences:
+        advice = (
+            "Leave model: out, and it is that of start.checkpoint; or start from another checkpoint"
+            if as_start
+            else "Use the model it was trained with, or another checkpoint.directory"
+        )
+        raise CheckpointError(
+            f"{checkpoint.path} holds another model: {'; '.join(differences)}. {advice}"
+            + ("; export-hf and import-hf merge adapters (lora)" if saved.lora != model.lora else "")
+        )
 
 
 def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, no_dist: bool = False) -> None:
@@ -222,7 +239,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     faults = list(faults_of(path))
     if faults:
         return {"kind": "checkpoint", "path": str(path), "whole": False, "faults": faults}
-    checkpoint = _open(path)
+    checkpoint = find_checkpoint(path)
     return {
         "kind": "checkpoint",
         "path": str(path),
@@ -236,26 +253,6 @@ def describe(path: str | Path) -> dict[str, Any]:
         "num_tensors": len(checkpoint.entries),
         "bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
     }
-
-
-def _open(path: Path) -> Checkpoint:
-    """The checkpoint in a step's directory. Raises CheckpointError if it is incomplete."""
-    faults = list(faults_of(path))
-    if faults:
-        raise CheckpointError(f"{path} is torn: {'; '.join(faults)}")
-    state = read_json(path / STATE)
-    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        raise CheckpointError(f"{path} is torn: {STATE} cannot be read")
-    return Checkpoint(path, state)
-
-
-def _all_faults(directory: Path) -> str:
-    """Why each checkpoint of a directory is incomplete."""
-    return "; ".join(
-        f"{step_name(step)}: {fault}"
-        for step in steps_in(directory)
-        for fault in faults_of(directory / step_name(step))
-    )
 
 
 def _dtype_of(checkpoint: Checkpoint, key: str) -> torch.dtype:

@@ -1,4 +1,6 @@
-"""The files and names of a checkpoint, which depend on no plan: tensors have global names and global shapes.
+"""The files and names of a checkpoint, which depend on no plan, and whether it is whole.
+
+Tensors have global names and global shapes.
 
     DIR/latest                       the name of the newest complete checkpoint
     DIR/step-00000100/.metadata      torch.distributed.checkpoint: which file holds which part of a tensor
@@ -15,9 +17,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from yuan_train.config.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -30,6 +34,9 @@ OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
 BUFFERS = "buffers"
 """Prefix, like `weights`, of published buffers: they can be computed, and are kept for an export."""
 _STEP = re.compile(r"step-(\d{8,})")
+
+Whole = tuple[Path, Mapping[str, Any], tuple[str, ...]]
+"""Of a complete checkpoint: directory, state, and notes for the user, such as that a newer one is not."""
 
 
 def step_name(step: int) -> str:
@@ -71,6 +78,54 @@ def faults_of(directory: Path) -> Iterator[str]:
             yield f"{name} is missing"
         elif path.stat().st_size != size:
             yield f"{name} has {path.stat().st_size} bytes, the manifest says {size}"
+
+
+def whole_at(path: Path) -> Whole:
+    """The checkpoint at `path`: a step's directory, or a directory of them (then the newest complete one).
+
+    Raises CheckpointError if there is none, or none is complete.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory; give a checkpoint, or a directory of checkpoints")
+    if steps_in(path) and (found := newest_in(path)) is not None:
+        return found
+    if not (path / STATE).exists() and not (path / ".metadata").exists():
+        published = "; a Hugging Face folder is read with: yuan-train import-hf {0} --out runs/{1}"
+        more = published.format(path, path.name) if (path / "config.json").is_file() else ""
+        raise CheckpointError(f"{path}: there is no checkpoint here (no {STATE}, no step-* inside){more}")
+    return path, _state_of(path), ()
+
+
+def newest_in(directory: Path) -> Whole | None:
+    """The newest complete checkpoint of a directory, with a note on every newer incomplete one.
+
+    None if the directory has no checkpoint. `latest` is not trusted: a crash between the renaming and its
+    update leaves a newer complete checkpoint.
+    Raises CheckpointError if none of them is complete, or if `latest` names one that does not exist.
+    """
+    notes: list[str] = []
+    for step in steps_in(directory):
+        path = directory / step_name(step)
+        try:
+            return path, _state_of(path), tuple(notes)
+        except CheckpointError as error:
+            notes.append(f"{error}; falling back to the previous checkpoint")
+    if notes:
+        raise CheckpointError(f"{directory}: no checkpoint here is complete: {'; '.join(notes)}")
+    if (directory / LATEST).exists():
+        raise CheckpointError(f"{directory / LATEST}: names a checkpoint that does not exist")
+    return None
+
+
+def _state_of(path: Path) -> Mapping[str, Any]:
+    """What a step's checkpoint holds beside tensors. Raises CheckpointError if it is torn."""
+    faults = list(faults_of(path))
+    if faults:
+        raise CheckpointError(f"{path} is torn: {'; '.join(faults)}")
+    state = read_json(path / STATE)
+    if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+        raise CheckpointError(f"{path} is torn: {STATE} cannot be read")
+    return state
 
 
 def read_json(path: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 
-from yuan_train.checkpoint.load import Checkpoint, find_checkpoint
+from yuan_train.checkpoint.load import Checkpoint, check_same_model, find_checkpoint, find_checkpoints
 from yuan_train.config.errors import ConfigError, DataError, PlanError
 from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan, single_card_plan
@@ -17,7 +17,7 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
 from yuan_train.rl.reading_model import find_reading_model
 from yuan_train.rl.servers import check_servers
-from yuan_train.train.job import Job, Position, check_position, check_same_model, find_checkpoints
+from yuan_train.train.job import Job, Position, check_position
 from yuan_train.train.trackers import check_trackers
 
 MOST_SLOTS = 128

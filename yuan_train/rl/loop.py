@@ -40,14 +40,14 @@ from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.rewards import Scorers, turns_of
 from yuan_train.rl.scoring import Requests
 from yuan_train.rl.updates import Updater, UpdateResult
-from yuan_train.train.agreement import agreeing
+from yuan_train.train.agreement import agree_on_job, agreeing
 from yuan_train.train.build import build, restore
 from yuan_train.train.ending import ending_together
 from yuan_train.train.engine import StepRecord, StepRequest, StepResult, World, step_metrics
 from yuan_train.train.job import Job
 from yuan_train.train.memory import explaining_memory, keep_freed_memory
 from yuan_train.train.metrics import StepMetrics, close_quietly, open_after, write_lines
-from yuan_train.train.run import agree_on_job, run_loop
+from yuan_train.train.run import run_loop
 from yuan_train.train.state import Progress
 from yuan_train.train.step import Trainer
 

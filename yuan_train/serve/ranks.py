@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.checkpoint.hf import open_model, resets_of
-from yuan_train.checkpoint.load import Checkpoint
+from yuan_train.checkpoint.load import Checkpoint, check_same_model
 from yuan_train.config.errors import ConfigError, PlanError, YuanError
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import Plan, one_stage_plan
@@ -44,7 +44,7 @@ from yuan_train.serve.draws import Asked, SeededDraws
 from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
 from yuan_train.train.ending import ending_together
 from yuan_train.train.forms import settle_forms
-from yuan_train.train.job import Position, check_same_model, choose_device, choose_planned
+from yuan_train.train.job import Position, choose_device, choose_planned
 from yuan_train.train.memory import explaining_memory
 
 STARTUP_SECONDS = 600.0

@@ -26,8 +26,11 @@ import torch
 import torch.distributed as dist
 
 import yuan_train
+from yuan_train.checkpoint.in_memory import NodeMemory, forget_copies
+from yuan_train.checkpoint.load import check_same_model, find_checkpoints
 from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
 from yuan_train.config.load import as_plain
+from yuan_train.config.plan import node_of
 from yuan_train.parallel.groups import gather_objects, share_object
 from yuan_train.parallel.tiers.slab import available_bytes
 from yuan_train.train.cards import (
@@ -41,7 +44,7 @@ from yuan_train.train.cards import (
     needs_of,
     node_lines,
 )
-from yuan_train.train.job import Job, find_checkpoints
+from yuan_train.train.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +99,17 @@ def agreeing() -> Iterator[None]:
     raise_together(fault)
 
 
+def agree_on_job(job: Job) -> Job:
+    """Check that all ranks were given the same job; with the checkpoint that all of them resume from.
+    Collective."""
+    check_same_job(job)
+    check_cards(job)
+    if job.run.checkpoint.directory is not None:
+        check_same_directory(job.run.checkpoint.directory)
+    job = find_resume_together(job)
+    return find_in_memory(job)
+
+
 def check_same_job(job: Job) -> None:
     """Raise ConfigError, on all ranks, unless all have read the same; collective over all ranks."""
     if not dist.is_initialized():
@@ -127,10 +141,9 @@ def check_cards(job: Job) -> None:
 
     Rank 0 logs the cards of each node, and all logs what the forecast asks of memory that is not free.
     """
-    notes: list[str] = []
+    own, notes = _tell_card(job), list[str]()
     with agreeing():
         notes += _memory_notes(job)
-    own = _tell_card(job)
     told: list[Any] = [(own, notes)]
     if dist.is_initialized():
         if not _any_rank(own is not None or bool(notes)):
@@ -249,6 +262,36 @@ def _raise_unless_seen(path: Path, what: str) -> None:
     """Raise CheckpointError, on all ranks, unless all see a checkpoint; collective over all ranks."""
     missing = f"{path}: rank 0 {what}, but it is not here; all nodes must share it"
     raise_together(None if (path / ".metadata").is_file() else CheckpointError(missing))
+
+
+def find_in_memory(job: Job) -> Job:
+    """The job with the checkpoint in the memory of its nodes, if that is not older than the one on disk.
+
+    Only with `checkpoint.resume: auto`: otherwise another run begins, which has no copies yet. Collective
+    over all ranks. Raises CheckpointError, on all ranks, if it holds another model.
+    """
+    config, disk = job.run.checkpoint, job.checkpoint
+    if config.directory is None:
+        return job
+    if not config.in_memory:
+        if job.position.rank == 0:
+            forget_copies(config.directory)
+        return job
+    memory = NodeMemory(config.directory, place_of(job))
+    anew = config.resume != "auto"
+    found, notes = memory.begin(disk_step=disk.step if disk is not None else None, anew=anew)
+    if job.position.rank == 0:
+        for note in notes:
+            logger.warning("note: %s", note)
+    if found is None:
+        return job
+    check_same_model(found, job.run.model)
+    return replace(job, checkpoint=found, start=None)
+
+
+def place_of(job: Job) -> tuple[str, str]:
+    """A rank's node by the plan, and the machine that it is."""
+    return node_of(job.plan.ranks[job.position.rank]), machine_id()
 
 
 def job_facts(job: Job) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, find_latest
+from yuan_train.checkpoint.load import Checkpoint, find_checkpoints
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
+from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.express import check_engine
-from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig
 from yuan_train.config.plan import Plan, RankPlan, node_of, single_card_plan
 from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision, check_tiers
 from yuan_train.config.run import RunConfig
@@ -232,56 +231,6 @@ def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Ble
     if not data.validation:
         return train, None
     return train, opened([(source.prefix, source.weight) for source in data.validation], part="validation")
-
-
-def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """The checkpoint to resume from; or else the one whose weights the run begins with, if it names one.
-
-    Raises CheckpointError if it is incomplete or holds another model.
-    """
-    resume, directory = run.checkpoint.resume, run.checkpoint.directory
-    resumed: Checkpoint | None = None
-    if resume == "auto" and directory is not None:
-        resumed = find_latest(directory)
-    elif resume not in ("auto", "never"):
-        resumed = find_checkpoint(resume)
-    if resumed is not None:
-        check_same_model(resumed, run.model)
-    if resumed is not None or run.start.checkpoint is None:
-        return resumed, None
-    start = find_checkpoint(run.start.checkpoint)
-    check_same_model(start, run.model, as_start=True)
-    return None, start
-
-
-def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bool = False) -> None:
-    """Raise CheckpointError, listing every difference, unless the checkpoint holds this model.
-
-    `as_start`: a reward model may begin with the body of a language model, and adapters with a base model.
-    """
-    saved = checkpoint.model
-    if as_start and model.output == "value":
-        saved = replace(saved, output="value")
-    if as_start and saved.lora is None:
-        saved = replace(saved, lora=model.lora)
-    differences = [
-        f"{key} {getattr(saved, key)!r} there, {getattr(model, key)!r} here"
-        for key in ModelConfig.__dataclass_fields__
-        if key not in ("name", "max_sequence_length", "init_std", *ONLY_IN_TRAINING)
-        # What has no bias yet begins with zeros; what has one, chooses by it.
-        and not (key == "balance" and saved.balance != "bias")
-        and getattr(saved, key) != getattr(model, key)
-    ]
-    if differences:
-        advice = (
-            "Leave model: out, and it is that of start.checkpoint; or start from another checkpoint"
-            if as_start
-            else "Use the model it was trained with, or another checkpoint.directory"
-        )
-        raise CheckpointError(
-            f"{checkpoint.path} holds another model: {'; '.join(differences)}. {advice}"
-            + ("; export-hf and import-hf merge adapters (lora)" if saved.lora != model.lora else "")
-        )
 
 
 PCI = Path("/sys/bus/pci/devices")

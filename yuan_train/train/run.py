@@ -23,13 +23,7 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.groups import as_training_error, enter_world, gather_on_first, meet
 from yuan_train.parallel.node_links import LinkClock
-from yuan_train.train.agreement import (
-    check_cards,
-    check_same_directory,
-    check_same_job,
-    find_resume_together,
-    flatten,
-)
+from yuan_train.train.agreement import agree_on_job, flatten
 from yuan_train.train.build import build_engine
 from yuan_train.train.ending import StopRequest, ending_together, stop_on_sigterm
 from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, StepRequest, StepResult
@@ -38,7 +32,7 @@ from yuan_train.train.memory import explaining_memory, keep_freed_memory, peak_f
 from yuan_train.train.metrics import Log, Moved, is_logged
 from yuan_train.train.move import agree_on_plan, move_to
 from yuan_train.train.optimizer import learning_rate
-from yuan_train.train.saver import Keeper, Saver, find_in_memory, keeping, make_saver, save_progress
+from yuan_train.train.saver import Keeper, Saver, keeping, make_saver, save_progress
 from yuan_train.train.state import Progress
 from yuan_train.train.trace import StepClock, Tracer, device_clock
 from yuan_train.train.watch import watching
@@ -58,16 +52,6 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
             enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
         job, engine, progress = build(agree_on_job(job))
         run_loop(job, engine, progress, guarding=ending.telling, tell_stop=ending.tell_stop)
-
-
-def agree_on_job(job: Job) -> Job:
-    """Check that all ranks were given the same job; with the checkpoint that all of them resume from.
-    Collective."""
-    check_same_job(job)
-    check_cards(job)
-    if job.run.checkpoint.directory is not None:
-        check_same_directory(job.run.checkpoint.directory)
-    return find_in_memory(find_resume_together(job))
 
 
 def run_loop(

@@ -2,7 +2,8 @@
 
 `Saver` starts a save and waits for it; `make_saver` makes the saver of a run, and `save_progress` collects
 this rank's tensors and starts a save of them. `Exports` has what was saved exported by a process beside it.
-`Keeper` keeps others in the memory of the nodes (`checkpoint.in_memory`), which `find_in_memory` looks for.
+`Keeper` keeps others in the memory of the nodes (`checkpoint.in_memory`), where `agreement.find_in_memory`
+looks for them.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ from yuan_train.checkpoint.in_memory import KeptCheckpoint, NodeMemory, forget_c
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError, HostMemoryError
-from yuan_train.config.plan import node_of
 from yuan_train.config.run import CheckpointConfig
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
 from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
-from yuan_train.train.cards import machine_id
+from yuan_train.train.agreement import place_of
 from yuan_train.train.engine import Engine
-from yuan_train.train.job import Job, check_same_model
+from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log
 from yuan_train.train.state import Progress, to_state
 
@@ -347,35 +347,6 @@ def checkpoint_state(job: Job, engine: Engine, progress: Progress) -> dict[str, 
     return {**to_state(progress, job.run), **engine.state(), "kept_step": engine.kept_step}
 
 
-def find_in_memory(job: Job) -> Job:
-    """The job with the checkpoint in the memory of its nodes, if that is not older than the one on disk.
-
-    Only with `checkpoint.resume: auto`: otherwise another run begins, which has no copies yet. Collective
-    over all ranks. Raises CheckpointError, on all ranks, if it holds another model.
-    """
-    config, disk = job.run.checkpoint, job.checkpoint
-    if config.directory is None:
-        return job
-    if not config.in_memory:
-        if job.position.rank == 0:
-            forget_copies(config.directory)
-        return job
-    memory = NodeMemory(config.directory, _place(job))
-    anew = config.resume != "auto"
-    found, notes = memory.begin(disk_step=disk.step if disk is not None else None, anew=anew)
-    if job.position.rank == 0:
-        for note in notes:
-            logger.warning("note: %s", note)
-    if found is None:
-        return job
-    check_same_model(found, job.run.model)
-    return replace(job, checkpoint=found, start=None)
-
-
-def _place(job: Job) -> tuple[str, str]:
-    return node_of(job.plan.ranks[job.position.rank]), machine_id()
-
-
 class Keeper:
     """Keeps a run's checkpoints in the memory of its nodes; all methods are collective over all ranks."""
 
@@ -384,7 +355,7 @@ class Keeper:
         config = job.run.checkpoint
         assert config.directory is not None
         group = make_save_group(timeout_seconds=config.timeout)
-        self._memory = NodeMemory(config.directory, _place(job), group=group)
+        self._memory = NodeMemory(config.directory, place_of(job), group=group)
         self._kept: int | None = None
         """The newest step that is kept."""
         self._is_said = False
@@ -432,4 +403,4 @@ def keeping(job: Job, log: Log | None) -> Iterator[Keeper | None]:
     if job.position.rank == 0:
         # Nor does what a node has that was away.
         forget_copies(config.directory)
-    remove_copies(config.directory, _place(job)[0])
+    remove_copies(config.directory, place_of(job)[0])
