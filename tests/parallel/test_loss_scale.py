@@ -14,7 +14,7 @@ from yuan_train.checkpoint.names import MANIFEST, STATE, step_name
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import LossScaleConfig
-from yuan_train.train.state import LossScaler
+from yuan_train.train.engine import LossScaler
 
 PLANS: dict[str, dict] = {
     "mixed pipelines": {"text": "1x5: 4@0 | 2@1 / 1x3: 6@2"},

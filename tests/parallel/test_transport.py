@@ -15,7 +15,7 @@ from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import LostRank
-from yuan_train.parallel import groups
+from yuan_train.parallel import board, groups
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.device import CPU, CudaDevice
 from yuan_train.parallel.grid import Edge, Grid
@@ -232,7 +232,7 @@ NUM_RANKS = 5
 def _sum(rank: int, port: int) -> None:
     as_rank(rank, NUM_RANKS, port)
     # As on many ranks: those of the world connect when they first exchange something.
-    groups.LAZY_FROM = groups.RING_UP_TO = 1
+    board.LAZY_FROM = groups.RING_UP_TO = 1
     groups.TREE_WIDTH = 2
     init_distributed(device=CPU, timeout_seconds=60)
     coord = cast(Any, SimpleNamespace(rank=rank))

@@ -126,20 +126,30 @@ def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | No
 
     Raises CheckpointError if it is incomplete or holds another model.
     """
-    resume, directory, start = run.checkpoint.resume, run.checkpoint.directory, run.start.checkpoint
+    resume, directory = run.checkpoint.resume, run.checkpoint.directory
     found: Whole | None = None
     if resume == "auto" and directory is not None:
         found = newest_in(Path(directory))
     elif resume not in ("auto", "never"):
         found = whole_at(Path(resume))
-    is_start = found is None and start is not None
-    if found is None and start is not None:
-        found = whole_at(Path(start))
     if found is None:
-        return None, None
+        return None, find_start(run)
     checkpoint = Checkpoint(*found)
-    check_same_model(checkpoint, run.model, as_start=is_start)
-    return (None, checkpoint) if is_start else (checkpoint, None)
+    check_same_model(checkpoint, run.model)
+    return checkpoint, None
+
+
+def find_start(run: RunConfig) -> Checkpoint | None:
+    """The checkpoint whose weights a run begins with, where it resumes from none; None: they are drawn.
+
+    Raises CheckpointError if it is incomplete or holds another model.
+    """
+    start = run.start.checkpoint
+    if start is None:
+        return None
+    checkpoint = find_checkpoint(start)
+    check_same_model(checkpoint, run.model, as_start=True)
+    return checkpoint
 
 
 def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bool = False) -> None:

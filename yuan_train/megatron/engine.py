@@ -50,6 +50,7 @@ from yuan_train.parallel.transport import is_lost_connection, without_frames
 from yuan_train.train.build import DTYPES
 from yuan_train.train.engine import (
     ExpertLoad,
+    Progress,
     RankTerms,
     StepRecord,
     StepRequest,
@@ -62,7 +63,6 @@ from yuan_train.train.feed import Feed, MicroBatch, Share
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
-from yuan_train.train.state import Progress, from_state
 
 KINDS = (WEIGHTS, *OPTIMIZER_STATES)
 
@@ -178,7 +178,7 @@ def fill(job: Job, optimizer: Any, held: list[Held]) -> Progress:
     if job.checkpoint is not None:
         kinds = KINDS if holds_optimizer_state(job.checkpoint) else KINDS[:1]
         load_tensors(job.checkpoint, as_shards(held, kinds))
-        progress = from_state(job.checkpoint.state, job.run)
+        progress = Progress.from_state(job.checkpoint.state, job.run)
         set_steps(optimizer, progress.step - progress.skipped)
         publish(optimizer)
         return progress

@@ -24,7 +24,7 @@ from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.bridge import Boundary, Bridge
-from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
+from yuan_train.parallel.deferred import DeferredWeightGrads, take_over_weight_grads
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter, GradReducer
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
@@ -140,7 +140,9 @@ def parallelize(
     spec = ShardSpec(parts.sharding, parts.row_blocks, coord.tensor_rank, width, splits_tokens=splits)
     modules, shards = _build_parts(grid, coord, parts, spec, device.torch)
     deferred = _add_collectives(grid, coord, modules, spec, groups)
-    added = [_take_over_weight_grads(module, deferred[stage], parts) for stage, module in modules.items()]
+    added = [
+        take_over_weight_grads(m, deferred[s], parts.sharding, parts.compile) for s, m in modules.items()
+    ]
     buckets, frozen = _flatten_parts(grid, rank, modules, shards, device, trained=options.trained)
     states = _make_states(grid, coord, modules, buckets, groups, options, device) if options.trained else ()
     hidden = grid.pipeline(coord).micro_batch_size, plan.sequence_length, plan.model.hidden_size
@@ -368,20 +370,6 @@ def init_shard(name: str, parameter: torch.Tensor, shard: Shard, initial: Initia
     """Fill this rank's shard of a parameter with its initial values."""
     for first, rows in initial(name, shard.shape, wanted=shard.holds_rows):
         shard.fill_rows(parameter, first, rows)
-
-
-def _take_over_weight_grads(
-    module: torch.nn.Module, deferred: DeferredWeightGrads, parts: ModelParts
-) -> set[str]:
-    """The parameters whose ops add the gradients to the buckets themselves, and later if a backward is split.
-
-    In a compiled part there are none: a compiled graph has no side effects.
-    """
-    add_embedding_rows(module)
-    if parts.compile is None:
-        return add_weight_grads(module, deferred, parts.sharding)
-    parts.compile(module)
-    return set()
 
 
 def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None:

@@ -52,6 +52,8 @@ ANSWER_SECONDS = 5.0
 """In which the store answers."""
 MAX_NAMED = 4
 """Ranks that a message names."""
+LAZY_FROM = 64
+"""Ranks from which on those of the world connect when they first exchange a message, not all with all."""
 
 
 @dataclass(frozen=True)
@@ -574,6 +576,21 @@ class Board:
         text = f"is gone, and with it the ranks' meeting point {meeting.address}: killed or crashed"
         why = ", or ended by the end of a rank there" if meeting.is_agents else ""
         return Fault(0, self._holder, text + why)
+
+
+def meet(startup_seconds: float, *, place: str = "") -> Board:
+    """Wait for all ranks that the launcher started; their board.
+
+    `place` is where this rank runs, for people. Raises TrainingError if some do not come within
+    `startup_seconds`, and what a rank has found wrong with its files.
+    """
+    meeting = Meeting.of_launcher()
+    if meeting.world_size >= LAZY_FROM:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    board = Board(meeting, place, seconds=startup_seconds)
+    board.wait_for_all(startup_seconds)
+    board.join_ring()
+    return board
 
 
 def _is_closed(line: socket.socket) -> bool:

@@ -26,6 +26,7 @@ from yuan_train.parallel.shard import sharding_style
 
 WeightGrad = Callable[[], None]
 """Computes the weight gradient of one op and accumulates it."""
+Compile = Callable[[torch.nn.Module], None]
 
 
 class DeferredWeightGrads:
@@ -71,6 +72,18 @@ class DeferredWeightGrads:
         queued, self._queued = self._queued, []
         for weight_grad in queued:
             weight_grad()
+
+
+def take_over_weight_grads(
+    model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str], compile: Compile | None
+) -> set[str]:
+    """The parameters whose ops add the gradients to the buckets themselves, and later if a backward is split;
+    none in a part that `compile` compiles, for a compiled graph has no side effects."""
+    add_embedding_rows(model)
+    if compile is None:
+        return add_weight_grads(model, deferred, sharding)
+    compile(model)
+    return set()
 
 
 def add_weight_grads(model: Any, deferred: DeferredWeightGrads, sharding: Mapping[str, str]) -> set[str]:

@@ -16,7 +16,6 @@ instead of 16,382 at 8,192 ranks. All ranks get the same bits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import LostRank
-from yuan_train.parallel.board import Board, Meeting
+from yuan_train.parallel.board import Board, meet
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
@@ -123,9 +122,6 @@ RING_UP_TO = 32
 COMMUNICATOR_SECONDS = 600.0
 """Within which the ranks of a communicator meet that is made to measure what it takes."""
 
-LAZY_FROM = 64
-"""Ranks from which on those of the world connect when they first exchange a message, not all with all."""
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -156,21 +152,6 @@ class Groups:
 def init_distributed(*, device: Device, timeout_seconds: float) -> None:
     """`meet` the ranks that the launcher started, and `enter_world` with them."""
     enter_world(meet(timeout_seconds), device=device, timeout_seconds=timeout_seconds)
-
-
-def meet(startup_seconds: float, *, place: str = "") -> Board:
-    """Wait for all ranks that the launcher started; their board.
-
-    `place` is where this rank runs, for people. Raises TrainingError if some do not come within
-    `startup_seconds`, and what a rank has found wrong with its files.
-    """
-    meeting = Meeting.of_launcher()
-    if meeting.world_size >= LAZY_FROM:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    board = Board(meeting, place, seconds=startup_seconds)
-    board.wait_for_all(startup_seconds)
-    board.join_ring()
-    return board
 
 
 def enter_world(board: Board, *, device: Device, timeout_seconds: float) -> None:

@@ -95,15 +95,6 @@ class RLJob:
         tokenizer = self.policy.tokenizer
         return given or (tokenizer.stop_ids if tokenizer is not None else given)
 
-    def reference_start(self) -> Checkpoint | None:
-        """The weights at step 0, where a run is resumed; None: they are drawn from the seed."""
-        path = self.run.start.checkpoint
-        if path is None:
-            return None
-        found = find_checkpoint(path)
-        check_same_model(found, self.run.model, as_start=True)
-        return found
-
 
 def prepare_rl(
     run: RLConfig,

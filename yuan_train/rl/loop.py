@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TextIO, TypeVar
+from typing import Any, Self, TextIO
 
 import torch
 
+from yuan_train.checkpoint.load import find_start
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.parallel.board import Board
-from yuan_train.parallel.groups import enter_world, meet, sum_over_world
+from yuan_train.parallel.board import Board, meet
+from yuan_train.parallel.groups import enter_world, sum_over_world
 from yuan_train.parallel.links import RolePosition, enter_role, join_role
 from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector
@@ -43,12 +44,11 @@ from yuan_train.rl.updates import Updater, UpdateResult
 from yuan_train.train.agreement import agree_on_job, agreeing
 from yuan_train.train.build import build, restore
 from yuan_train.train.ending import ending_together
-from yuan_train.train.engine import StepRecord, StepRequest, StepResult, World, step_metrics
+from yuan_train.train.engine import Progress, StepRecord, StepRequest, StepResult, World, step_metrics
 from yuan_train.train.job import Job
 from yuan_train.train.memory import explaining_memory, keep_freed_memory
 from yuan_train.train.metrics import StepMetrics, close_quietly, open_after, write_lines
 from yuan_train.train.run import run_loop
-from yuan_train.train.state import Progress
 from yuan_train.train.step import Trainer
 
 SAMPLES_PER_STEP = 4
@@ -224,11 +224,9 @@ def train_rl(job: RLJob) -> None:
     apart: RolePosition | None = None
     board: Board | None = None
     if job.roles is not None:
-        apart = join_role(
-            job_ranks(job.roles),
-            fates=fates_of(job.roles, job.run.generation.on_lost_engine),
-            startup_seconds=policy.run.train.startup_timeout,
-        )
+        ranks = job_ranks(job.roles)
+        fates = fates_of(job.roles, job.run.generation.on_lost_engine)
+        apart = join_role(ranks, fates=fates, startup_seconds=policy.run.train.startup_timeout)
         board = apart.board
     elif policy.position.world_size > 1:
         place = policy.plan.ranks[policy.position.rank].device
@@ -250,9 +248,9 @@ def train_rl(job: RLJob) -> None:
                 yield
 
         # Before anything is built: a function that cannot be loaded ends the run at once.
-        with _entered(_scorers(job)) as scorers, _entered(_environments(job)) as environments:
+        with _helping(job) as helpers:
             with guarding():
-                engine, progress = _build_engine(job, Helpers(scorers, environments), apart)
+                engine, progress = _build_engine(job, helpers, apart)
             with engine:
                 run_loop(job.policy, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
                 with guarding():
@@ -264,21 +262,27 @@ class Helpers:
     """Processes that work for this rank."""
 
     scorers: Scorers | None
+    """Of the reward functions, on rank 0; engines of their own score where they are, but what servers draw is
+    scored here."""
     environments: Environments | None
-
-
-def _scorers(job: RLJob) -> Scorers | None:
-    """The reward functions' processes, on rank 0; engines of their own score where they are, but what servers
-    draw is scored here."""
-    if job.policy.position.rank > 0 or (job.generates_apart and job.http is None):
-        return None
-    return Scorers(job.run.reward, job.prompts.columns)
-
-
-def _environments(job: RLJob) -> Environments | None:
     """Those of a pipeline's answers, on its first rank; of what servers draw, on rank 0."""
-    leads = _first_rank(job) == job.policy.position.rank
-    return Environments(job.run.turns) if job.run.turns is not None and leads else None
+
+
+@contextmanager
+def _helping(job: RLJob) -> Iterator[Helpers]:
+    """While inside, they are there. Raises on all ranks what is wrong with one of a rank."""
+    rank = job.policy.position.rank
+    turns = job.run.turns
+    talks = turns is not None and _first_rank(job) == rank
+    scores = rank == 0 and (job.http is not None or not job.generates_apart)
+    scorers = Scorers(job.run.reward, job.prompts.columns) if scores else None
+    environments = Environments(turns) if turns is not None and talks else None
+    with ExitStack() as stack:
+        for helper in (scorers, environments):
+            with agreeing():
+                if helper is not None:
+                    stack.enter_context(helper)
+        yield Helpers(scorers, environments)
 
 
 def _first_rank(job: RLJob) -> int | None:
@@ -289,32 +293,15 @@ def _first_rank(job: RLJob) -> int | None:
     return min(job.policy.plan.pipeline_of(job.policy.position.rank).ranks)
 
 
-HelperT = TypeVar("HelperT", Scorers, Environments)
-
-
-@contextmanager
-def _entered(helper: HelperT | None) -> Iterator[HelperT | None]:
-    """While inside, its processes are there. Raises on all ranks what is wrong with it on one."""
-    with ExitStack() as stack:
-        with agreeing():
-            if helper is not None:
-                stack.enter_context(helper)
-        yield helper
-
-
 def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> tuple[PolicyEngine, Progress]:
     """The policy with all that trains it, and the progress to start from; collective over its ranks."""
     run, policy = job.run, job.policy
-    loss = PolicyLoss(
-        run.algorithm,
-        correction=run.correction(job.mode),
-        temperature=run.generation.temperature,
-        device=policy.device.torch,
-    )
-    plan = policy.plan
-    pipeline = plan.pipeline_of(policy.position.rank)
-    feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
-    trainer, progress, renewal = _build(job, feed, loss, apart)
+    trainer, progress, feed, loss = _build_policy(job)
+    renewal = None
+    if run.needs_reference:
+        renewal = _make_renewal(job, trainer, apart)
+        if policy.checkpoint is not None:
+            progress = restore(policy.checkpoint, trainer, policy.run)
     reference = renewal.reference if renewal is not None else None
     critic = Critic(job, feed) if run.critic is not None else None
     reader = _make_reading_model(job, trainer, apart)
@@ -324,7 +311,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
         trainer,
         feed,
         loss,
-        sequence_length=plan.sequence_length,
+        sequence_length=policy.plan.sequence_length,
         reference=reference,
         critic=critic,
         teacher=reader if teaches else None,
@@ -551,18 +538,31 @@ def _make_reading_model(
     return ReadingModel(job.reading_model, job.run, trainer)
 
 
-def _build(
-    job: RLJob, feed: RowFeed, loss: PolicyLoss, apart: RolePosition | None
-) -> tuple[Trainer, Progress, Renewal | None]:
-    """The trainer, and what renews the reference if the run needs one; both with the weights of step 0 at
-    first, or those of which a checkpoint says that the reference was made."""
+def _build_policy(job: RLJob) -> tuple[Trainer, Progress, RowFeed, PolicyLoss]:
+    """The trainer and its progress, and what it trains with; if the run needs a reference, which is made of
+    it first, with the weights of step 0."""
+    run = job.run
     policy = job.policy
-    if not job.run.needs_reference:
-        return *build(policy, feed=feed, objective=loss), None
-    fresh = policy
-    if policy.checkpoint is not None:
-        fresh = replace(policy, checkpoint=None, start=job.reference_start())
-    trainer, progress = build(fresh, feed=feed, objective=loss)
+    pipeline = policy.plan.pipeline_of(policy.position.rank)
+    feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=policy.device)
+    loss = PolicyLoss(
+        run.algorithm,
+        correction=run.correction(job.mode),
+        temperature=run.generation.temperature,
+        device=policy.device.torch,
+    )
+    if policy.checkpoint is None or not run.needs_reference:
+        trainer, progress = build(policy, feed=feed, objective=loss)
+    else:
+        fresh = replace(policy, checkpoint=None, start=find_start(policy.run))
+        trainer, progress = build(fresh, feed=feed, objective=loss)
+    return trainer, progress, feed, loss
+
+
+def _make_renewal(job: RLJob, trainer: Trainer, apart: RolePosition | None) -> Renewal:
+    """What renews the reference: it has the trainer's weights, those of step 0, or those of which a
+    checkpoint says that it was made."""
+    policy = job.policy
     held = load_reference(policy.checkpoint, trainer) if policy.checkpoint is not None else {}
     if job.has_apart("reference"):
         assert job.roles is not None and apart is not None
@@ -570,9 +570,7 @@ def _build(
         reference = RemoteReference(job.roles, trainer, apart, job.run)
     else:
         reference = Reference(trainer.runtime, trainer.device)
-    if policy.checkpoint is not None:
-        progress = restore(policy.checkpoint, trainer, policy.run)
-    return trainer, progress, Renewal(job.run.algorithm.kl.renew, trainer, reference, held=held)
+    return Renewal(job.run.algorithm.kl.renew, trainer, reference, held=held)
 
 
 def _make_engine(

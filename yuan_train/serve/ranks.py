@@ -25,6 +25,7 @@ from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.slots import DocumentRules
 from yuan_train.parallel.apply import RankRuntime, parallelize
+from yuan_train.parallel.board import meet
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
@@ -33,7 +34,6 @@ from yuan_train.parallel.groups import (
     enter_world,
     gather_objects,
     make_tensor_groups,
-    meet,
     share_object,
 )
 from yuan_train.parallel.shard import box_views

@@ -33,14 +33,13 @@ from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.tiers.slab import HostLinks, make_links
 from yuan_train.parallel.zero import STATES, EngineOptions
-from yuan_train.train.engine import ExpertLoad, routers_of
+from yuan_train.train.engine import ExpertLoad, Progress, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
 from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
 from yuan_train.train.objective import Objective, PairLoss
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import PagedRunner, StageRunner, stage_needs
-from yuan_train.train.state import Progress, from_state
 from yuan_train.train.step import Trainer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -62,6 +61,9 @@ def build(
     """
     run, plan, rank = job.run, job.plan, job.position.rank
     dtype = DTYPES[run.train.precision]
+    compile = _compile if run.train.compile else None
+    initial = _initial(job) if trained else None
+    parts = model_parts(run.model, dtype, initial=initial, compile=compile)
     settle_forms(Grid(plan), rank, device=job.device, dtype=dtype)
     options = EngineOptions(
         dtype=dtype,
@@ -72,32 +74,19 @@ def build(
         disk_directory=run.memory.disk_directory,
         trained=trained,
     )
-    compile = _compile if run.train.compile else None
-    parts = model_parts(run.model, dtype, initial=_initial(job) if trained else None, compile=compile)
     runtime = parallelize(plan, rank, parts, device=job.device, options=options)
-    resets = _resets(job) if feed is None else run.data.resets
-    feed = Feed(_share(job, runtime)) if feed is None else feed
+    resets = run.data.resets
+    if feed is None:
+        # What its tokenizer tells. A row of a pair is one document, whatever tokens it holds.
+        resets = resets and job.tokenizer is not None and not run.objective.reads_pairs
+        share = _share(job, runtime, resets=resets)
+        feed = Feed(share)
     pair_loss = PairLoss(run.objective, device=job.device.torch) if run.objective.reads_pairs else None
     stopwatch = Stopwatch(job.device, simulated=runtime.grid.simulated(rank))
     runtime.reducer.catch_up = stopwatch.catch_up
     for state in runtime.states:
         state.pause = stopwatch.paused
-    tiers = _tiers(job, runtime, stopwatch)
-    runners = {
-        stage: _runner_of(job, runtime, stage, stopwatch)(
-            cast(Transformer, part),
-            feed,
-            micro_batch_size=runtime.grid.pipeline(runtime.coord).micro_batch_size,
-            resets=resets,
-            seed=run.train.seed,
-            device=job.device,
-            deferred=runtime.deferred[stage],
-            objective=objective or pair_loss,
-            stage=stage,
-            tiers=tiers,
-        )
-        for stage, part in runtime.parts.items()
-    }
+    runners = _runners(job, runtime, feed, stopwatch, resets=resets, objective=objective or pair_loss)
     trainer = Trainer(
         runtime=runtime,
         runners=runners,
@@ -109,16 +98,58 @@ def build(
         device=job.device,
         pair_loss=pair_loss,
     )
-    return trainer, _fill(trainer, job) if trained else Progress.initial(run)
+    if trained and job.checkpoint is not None:
+        return trainer, restore(job.checkpoint, trainer, run)
+    if trained and job.start is not None:
+        # As masters of a new run.
+        held = tensor_names(job.start)
+        wanted = trainer.tensors("held", STATES[:1])
+        load_tensors(job.start, {name: shard for name, shard in wanted.items() if name in held})
+        publish(trainer)
+    return trainer, Progress.initial(run)
 
 
-def _fill(trainer: Trainer, job: Job) -> Progress:
-    """Load the job's checkpoint, or the weights that it begins with; the progress to start from."""
-    if job.checkpoint is not None:
-        return restore(job.checkpoint, trainer, job.run)
-    if job.start is not None:
-        _load_start(job.start, trainer)
-    return Progress.initial(job.run)
+def _runners(
+    job: Job,
+    runtime: RankRuntime,
+    feed: Passes,
+    stopwatch: Stopwatch,
+    *,
+    resets: bool,
+    objective: Objective | None,
+) -> dict[int, StageRunner]:
+    """What runs each of this rank's stages: with copies of activations and pages of parameters on the host,
+    where the plan has some there."""
+    card = job.plan.device_type(job.position.rank)
+    rate = card.host_link if card is not None and card.slowdown is not None else None
+
+    def host_links() -> HostLinks:
+        """Links of their user's own; a simulated card has simulated ones."""
+        return make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
+
+    tiers = None
+    if runtime.copies is not None:
+        parameters = [parameter for part in runtime.parts.values() for parameter in part.parameters()]
+        tiers = ActivationTiers(runtime.copies, runtime.offloads, parameters, host_links(), device=job.device)
+    found: dict[int, StageRunner] = {}
+    for stage, part in runtime.parts.items():
+        make: Callable[..., StageRunner] = StageRunner
+        if (steps := runtime.pages.get(stage)) is not None:
+            pages = ParameterPages(steps.buckets, steps.paging.slots, host_links(), device=job.device)
+            make = partial(PagedRunner, pages=pages, steps=steps)
+        found[stage] = make(
+            cast(Transformer, part),
+            feed,
+            micro_batch_size=runtime.grid.pipeline(runtime.coord).micro_batch_size,
+            resets=resets,
+            seed=job.run.train.seed,
+            device=job.device,
+            deferred=runtime.deferred[stage],
+            objective=objective,
+            stage=stage,
+            tiers=tiers,
+        )
+    return found
 
 
 def model_parts(
@@ -132,51 +163,8 @@ def model_parts(
     return ModelParts(partial(build_part, model, dtype), initial, *sharding_of(model), compile=compile)
 
 
-def _runner_of(
-    job: Job, runtime: RankRuntime, stage: int, stopwatch: Stopwatch
-) -> Callable[..., StageRunner]:
-    """What makes the runner of a stage: with pages of the host, or all on the card."""
-    steps = runtime.pages.get(stage)
-    if steps is None:
-        return StageRunner
-    pages = ParameterPages(
-        steps.buckets,
-        steps.paging.slots,
-        _host_links(job, stopwatch),
-        device=job.device,
-    )
-    return partial(PagedRunner, pages=pages, steps=steps)
-
-
-def _host_links(job: Job, stopwatch: Stopwatch) -> HostLinks:
-    """Links of this rank's own; a simulated card has simulated ones."""
-    card = job.plan.device_type(job.position.rank)
-    rate = card.host_link if card is not None and card.slowdown is not None else None
-    return make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
-
-
-def _tiers(job: Job, runtime: RankRuntime, stopwatch: Stopwatch) -> ActivationTiers | None:
-    """The copies of this rank's activations; None if they all stay."""
-    if runtime.copies is None:
-        return None
-    return ActivationTiers(
-        runtime.copies,
-        runtime.offloads,
-        [parameter for part in runtime.parts.values() for parameter in part.parameters()],
-        _host_links(job, stopwatch),
-        device=job.device,
-    )
-
-
-def _resets(job: Job) -> bool:
-    """Whether the run resets something at document ends, which its tokenizer tells."""
-    # A row of a pair is one document, whatever tokens it holds.
-    return job.tokenizer is not None and job.run.data.resets and not job.run.objective.reads_pairs
-
-
-def _share(job: Job, runtime: RankRuntime) -> Share:
+def _share(job: Job, runtime: RankRuntime, *, resets: bool) -> Share:
     """What this rank reads of each batch: what its stages need, of the micro-batches that it runs."""
-    resets = _resets(job)
     needs = {
         stage: stage_needs(cast(Transformer, part), resets=resets) for stage, part in runtime.parts.items()
     }
@@ -207,14 +195,6 @@ def _initial(job: Job) -> InitialRows | None:
         return iter(()) if f"{WEIGHTS}.{name}" in held else draw(name, shape, wanted=wanted)
 
     return draw_missing
-
-
-def _load_start(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """Fill the weights that a checkpoint holds, as masters of a new run; collective over all ranks."""
-    held = tensor_names(checkpoint)
-    wanted = trainer.tensors("held", STATES[:1])
-    load_tensors(checkpoint, {name: shard for name, shard in wanted.items() if name in held})
-    publish(trainer)
 
 
 def load_runtime(checkpoint: Checkpoint, runtime: RankRuntime) -> None:
@@ -265,12 +245,12 @@ def _compile(part: torch.nn.Module) -> None:
 
 def restore(checkpoint: Checkpoint, trainer: Trainer, run: RunConfig) -> Progress:
     """Fill weights and optimizer state from a checkpoint; collective over all ranks."""
+    progress = Progress.from_state(checkpoint.state, run)
+    trainer.optimizer.set_step(progress.step - progress.skipped)
     kinds = STATES if holds_optimizer_state(checkpoint) else STATES[:1]
     tensors = trainer.tensors("held", kinds)
     if checkpoint.model.balance != "bias":
         tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(".router.bias")}
     load_tensors(checkpoint, tensors)
     publish(trainer)
-    progress = from_state(checkpoint.state, run)
-    trainer.optimizer.set_step(progress.step - progress.skipped)
     return progress

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,7 +27,9 @@ import torch.distributed as dist
 
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import NotFinite
+from yuan_train.config.load import as_plain
 from yuan_train.config.model import ModelConfig
+from yuan_train.config.run import LossScaleConfig, RunConfig
 from yuan_train.data.loader import Samples
 from yuan_train.models.experts import Router
 from yuan_train.models.transformer import Transformer
@@ -37,7 +39,6 @@ from yuan_train.parallel.groups import Groups, guard_world_collective, sum_over_
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Moved, StepMetrics, peak_flops
-from yuan_train.train.state import Progress
 
 
 class World(Protocol):
@@ -53,6 +54,82 @@ class World(Protocol):
     def groups(self) -> Groups:
         """For the sums and gathers over all ranks."""
         ...
+
+
+@dataclass(frozen=True)
+class LossScaler:
+    """The current loss scale, and the number of consecutive steps without overflow since it was set."""
+
+    scale: float
+    good_steps: int = 0
+
+    def after(self, config: LossScaleConfig, *, skipped: bool) -> LossScaler:
+        """The scaler after one more step.
+
+        A skipped step halves the scale, down to the minimum; `growth_interval` good steps in a row double it.
+        """
+        if skipped:
+            return LossScaler(max(self.scale / 2, config.minimum))
+        if self.good_steps + 1 == config.growth_interval:
+            return LossScaler(self.scale * 2)
+        return LossScaler(self.scale, self.good_steps + 1)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done, and the samples they consumed. A skipped step counts, and consumes its samples.
+
+    There is no generator state: every random number is a function of the seed and a name or a position.
+    """
+
+    step: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    skipped: int = 0
+    """Steps that were skipped because their gradients overflowed."""
+    scaler: LossScaler | None = None
+    """None if the loss is not scaled."""
+
+    @staticmethod
+    def initial(run: RunConfig) -> Progress:
+        """The progress of a new run, before its first step."""
+        return Progress(scaler=_new_scaler(run))
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], run: RunConfig) -> Progress:
+        """That in a checkpoint's state.json. The scaler is a new one if the saved run did not scale."""
+        scaler, saved = _new_scaler(run), state.get("scaler")
+        if scaler is not None and saved is not None:
+            scaler = LossScaler(saved["scale"], saved["good_steps"])
+        return Progress(
+            step=state["step"],
+            sequences=state["sequences"],
+            tokens=state["tokens"],
+            skipped=state.get("skipped", 0),
+            scaler=scaler,
+        )
+
+    def state(self, run: RunConfig) -> dict[str, Any]:
+        """The content of a checkpoint's state.json: plain JSON values."""
+        return {"version": 1, **asdict(self), "run": as_plain(run)}
+
+    def advance(self, run: RunConfig, *, skipped: bool = False, tokens: int | None = None) -> Progress:
+        """The progress after one more step; `tokens` were read in it (None: whole sequences)."""
+        batch, config = run.train.global_batch_size, run.train.scaling
+        if tokens is None:
+            tokens = batch * run.data.sequence_length
+        scaler = self.scaler.after(config, skipped=skipped) if self.scaler and config else None
+        return Progress(
+            step=self.step + 1,
+            sequences=self.sequences + batch,
+            tokens=self.tokens + tokens,
+            skipped=self.skipped + skipped,
+            scaler=scaler,
+        )
+
+
+def _new_scaler(run: RunConfig) -> LossScaler | None:
+    return LossScaler(run.train.scaling.initial) if run.train.scaling else None
 
 
 @dataclass(frozen=True)

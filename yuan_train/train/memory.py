@@ -37,10 +37,15 @@ def explaining_memory(plan: Plan, rank: int, device: Device) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _WORDS.search(str(error)):
             raise
-        raise TrainingError(_explain(error, plan, Grid(plan).coords[rank], device)) from error
+        raise TrainingError(
+            _explain(error, plan, Grid(plan).coords[rank], device.memory(), device.largest_free_block())
+        ) from error
 
 
-def _explain(error: BaseException, plan: Plan, coord: RankCoord, device: Device) -> str:
+def _explain(
+    error: BaseException, plan: Plan, coord: RankCoord, memory: CardMemory | None, block: int
+) -> str:
+    """`memory` and the largest free `block` are the card's, if there is one."""
     where = activity_of(error)
     card = plan.ranks[coord.rank]
     # What else the driver says is below, and its advice is for those who have no plan.
@@ -49,8 +54,6 @@ def _explain(error: BaseException, plan: Plan, coord: RankCoord, device: Device)
     lines = [f"{coord}, {place}: out of memory in {where or 'a step'} ({reason or type(error).__name__})"]
     forecast = _forecast_of(plan, coord)
     lines.append("forecast: " + (_parts(forecast) if forecast is not None else "none in this plan"))
-    memory = device.memory()
-    block = device.largest_free_block()
     if memory is not None:
         lines.append(_taken(memory, block))
     lines.append(f"what would help: {'; '.join(_remedies(plan, coord, forecast, memory, block))}")

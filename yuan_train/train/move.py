@@ -46,11 +46,10 @@ from yuan_train.parallel.transfer import Bucket, Move, make_buckets, pack, round
 from yuan_train.train.build import build
 from yuan_train.train.cards import machine_id
 from yuan_train.train.ending import StopRequest
-from yuan_train.train.engine import Engine
+from yuan_train.train.engine import Engine, Progress
 from yuan_train.train.job import Job, wait_for_steps
 from yuan_train.train.memory import can_track_memory, release_free_memory, reset_peak_memory
 from yuan_train.train.saver import checkpoint_state
-from yuan_train.train.state import Progress
 from yuan_train.train.step import Trainer
 
 HOST_SHARE = 0.8

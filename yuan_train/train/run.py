@@ -21,19 +21,27 @@ from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import keep_plan, plan_digest
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.data.loader import Blend
-from yuan_train.parallel.groups import as_training_error, enter_world, gather_on_first, meet
+from yuan_train.parallel.board import meet
+from yuan_train.parallel.groups import as_training_error, enter_world, gather_on_first
 from yuan_train.parallel.node_links import LinkClock
 from yuan_train.train.agreement import agree_on_job, flatten
 from yuan_train.train.build import build_engine
 from yuan_train.train.ending import StopRequest, ending_together, stop_on_sigterm
-from yuan_train.train.engine import BuildEngine, Engine, Measured, StepRecord, StepRequest, StepResult
+from yuan_train.train.engine import (
+    BuildEngine,
+    Engine,
+    Measured,
+    Progress,
+    StepRecord,
+    StepRequest,
+    StepResult,
+)
 from yuan_train.train.job import Job
 from yuan_train.train.memory import explaining_memory, keep_freed_memory, peak_footprint_bytes
 from yuan_train.train.metrics import Log, Moved, is_logged
 from yuan_train.train.move import agree_on_plan, move_to
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.saver import Keeper, Saver, keeping, make_saver, save_progress
-from yuan_train.train.state import Progress
 from yuan_train.train.trace import StepClock, Tracer, device_clock
 from yuan_train.train.watch import watching
 

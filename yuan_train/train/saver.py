@@ -36,10 +36,9 @@ from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import guard_world_collective, make_save_group
 from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
 from yuan_train.train.agreement import place_of
-from yuan_train.train.engine import Engine
+from yuan_train.train.engine import Engine, Progress
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Log
-from yuan_train.train.state import Progress, to_state
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +343,7 @@ def save_progress(job: Job, engine: Engine, progress: Progress, saver: Saver) ->
 
 def checkpoint_state(job: Job, engine: Engine, progress: Progress) -> dict[str, Any]:
     """What a checkpoint holds beside the tensors: plain JSON values."""
-    return {**to_state(progress, job.run), **engine.state(), "kept_step": engine.kept_step}
+    return {**progress.state(job.run), **engine.state(), "kept_step": engine.kept_step}
 
 
 class Keeper:

@@ -48,6 +48,7 @@ from yuan_train.parallel.zero import STATES, State, weight_boxes
 from yuan_train.train.agreement import agreeing
 from yuan_train.train.engine import (
     ExpertLoad,
+    Progress,
     RankTerms,
     StepRecord,
     StepRequest,
@@ -62,7 +63,6 @@ from yuan_train.train.metrics import StepMetrics
 from yuan_train.train.objective import Objective, PairLoss, RowScores, TokenLoss
 from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.stage import PagedRunner, Repeat, StageRunner
-from yuan_train.train.state import Progress
 
 NUMBERS = "reference.npy"
 """fp64 [pairs, 2], in the order of the file of pairs: of the chosen and of the rejected answer."""
