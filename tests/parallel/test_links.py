@@ -18,8 +18,10 @@ from tests.support.models import tiny_model
 from tests.support.project import parse_plan
 from tests.support.spawn import as_rank, free_port, patience, spawn
 from yuan_train.config.plan import Plan
+from yuan_train.parallel.board import join_role
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.links import Link, Outlet, enter_role, join_role, take_weights
+from yuan_train.parallel.groups import enter_role
+from yuan_train.parallel.links import Link, Outlet, take_weights
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.transport import LostPeer

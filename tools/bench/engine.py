@@ -27,10 +27,11 @@ from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import ModelParts, parallelize
+from yuan_train.parallel.board import join_role
 from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import init_distributed, shutdown
-from yuan_train.parallel.links import Link, Outlet, enter_role, join_role, take_weights
+from yuan_train.parallel.groups import enter_role, init_distributed, shutdown
+from yuan_train.parallel.links import Link, Outlet, take_weights
 from yuan_train.parallel.transfer import (
     Bucket,
     Holdings,

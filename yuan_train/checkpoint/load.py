@@ -121,35 +121,27 @@ def find_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(*whole_at(Path(path)))
 
 
-def find_checkpoints(run: RunConfig) -> tuple[Checkpoint | None, Checkpoint | None]:
+def find_checkpoints(run: RunConfig, *, anew: bool = False) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoint to resume from; or else the one whose weights the run begins with, if it names one.
 
-    Raises CheckpointError if it is incomplete or holds another model.
+    `anew`: as if there was none to resume from. Raises CheckpointError if it is incomplete or holds another
+    model.
     """
-    resume, directory = run.checkpoint.resume, run.checkpoint.directory
+    resume, directory = "never" if anew else run.checkpoint.resume, run.checkpoint.directory
     found: Whole | None = None
     if resume == "auto" and directory is not None:
         found = newest_in(Path(directory))
     elif resume not in ("auto", "never"):
         found = whole_at(Path(resume))
-    if found is None:
-        return None, find_start(run)
-    checkpoint = Checkpoint(*found)
-    check_same_model(checkpoint, run.model)
-    return checkpoint, None
-
-
-def find_start(run: RunConfig) -> Checkpoint | None:
-    """The checkpoint whose weights a run begins with, where it resumes from none; None: they are drawn.
-
-    Raises CheckpointError if it is incomplete or holds another model.
-    """
     start = run.start.checkpoint
-    if start is None:
-        return None
-    checkpoint = find_checkpoint(start)
-    check_same_model(checkpoint, run.model, as_start=True)
-    return checkpoint
+    is_start = found is None
+    if found is None and start is not None:
+        found = whole_at(Path(start))
+    if found is None:
+        return None, None
+    checkpoint = Checkpoint(*found)
+    check_same_model(checkpoint, run.model, as_start=is_start)
+    return (None, checkpoint) if is_start else (checkpoint, None)
 
 
 def check_same_model(checkpoint: Checkpoint, model: ModelConfig, *, as_start: bool = False) -> None:

@@ -16,6 +16,10 @@ those that stand in an operation of NCCL or gloo that nothing will end. Keys, be
   says for how long it stood still or was cut off just before;
 - `stopped`: which launcher has ended, so that the run stops, and ends well;
 - `heard`, `left`, `left/R`: how many know of the fault, or have ended well. The store's host leaves last.
+
+The roles of one job meet at one board, and each has a process group world of its own: its ranks find each
+other under a prefix of the store, so that everything that asks for the rank and the size of the world
+(groups, executor, optimizer) gets those of the role. `links.py` joins ranks of several.
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Literal
@@ -591,6 +595,62 @@ def meet(startup_seconds: float, *, place: str = "") -> Board:
     board.wait_for_all(startup_seconds)
     board.join_ring()
     return board
+
+
+@dataclass(frozen=True)
+class RolePosition:
+    """Where a rank of the job stands: its role, its rank there, and whose ranks the others are."""
+
+    role: str
+    rank: int
+    """In the role's world."""
+    job_rank: int
+    role_ranks: Mapping[str, range]
+    """The ranks of the job of each role."""
+    store: dist.Store
+    board: Board
+    """Of the ranks that end together."""
+
+    def label(self, job_rank: int) -> str:
+        """A rank of the job, for people: `generation rank 1 (rank 3 of the job)`."""
+        for role, ranks in self.role_ranks.items():
+            if job_rank in ranks:
+                return f"{role} rank {job_rank - ranks.start} (rank {job_rank} of the job)"
+        return f"rank {job_rank} of the job"
+
+    @contextmanager
+    def naming_role(self) -> Iterator[None]:
+        """Around what counts ranks as the role does: a TrainingError says whose ranks they are."""
+        try:
+            yield
+        except TrainingError as error:
+            first = self.role_ranks[self.role].start
+            raise type(error)(f"{self.role} (its rank 0 is rank {first} of the job): {error}") from error
+
+
+def join_role(
+    role_ranks: Mapping[str, range],
+    *,
+    fates: Sequence[Sequence[int]] | None = None,
+    startup_seconds: float,
+) -> RolePosition:
+    """Meet the ranks of all roles, with the variables that the launcher set; collective over the job.
+
+    `fates` are the ranks of the job that end together; None: all. Raises TrainingError if some do not come
+    within `startup_seconds`, and what a rank has found wrong with its files.
+    """
+    meeting = Meeting.of_launcher()
+    job_rank, wanted = meeting.rank, sum(map(len, role_ranks.values()))
+    if meeting.world_size != wanted:
+        raise TrainingError(f"the plan has {wanted} ranks, but {meeting.world_size} were started")
+    role = next(name for name, ranks in role_ranks.items() if job_rank in ranks)
+    board = Board(meeting, f"{role} rank {job_rank - role_ranks[role].start}", seconds=startup_seconds)
+    board.wait_for_all(startup_seconds)
+    if fates is not None and len(fates) > 1:
+        board.narrow(next(ranks for ranks in fates if job_rank in ranks))
+    board.join_ring()
+    store = dist.PrefixStore(f"attempt-{meeting.attempt}", board.store)
+    return RolePosition(role, job_rank - role_ranks[role].start, job_rank, dict(role_ranks), store, board)
 
 
 def _is_closed(line: socket.socket) -> bool:

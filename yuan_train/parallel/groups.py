@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import LostRank
-from yuan_train.parallel.board import Board, meet
+from yuan_train.parallel.board import Board, RolePosition, meet
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import Edge, Grid, RankCoord, Replica
 from yuan_train.parallel.transport import (
@@ -164,6 +164,18 @@ def enter_world(board: Board, *, device: Device, timeout_seconds: float) -> None
     meeting = board.meeting
     store = dist.PrefixStore(f"attempt-{meeting.attempt}", board.store)
     connect("the ranks", store, meeting.rank, meeting.world_size, device, timeout_seconds)
+
+
+def enter_role(position: RolePosition, *, device: Device, timeout_seconds: float) -> None:
+    """Initialise torch.distributed with the ranks of a role, all of which have come; collective over them.
+
+    A role of one rank is a single process, without process groups. Raises LostRank if they do not connect.
+    """
+    ranks = position.role_ranks[position.role]
+    if len(ranks) == 1:
+        return
+    store = dist.PrefixStore(position.role, position.store)
+    connect("the ranks of a role", store, position.rank, len(ranks), device, timeout_seconds)
 
 
 def connect(

@@ -1,9 +1,7 @@
-"""Roles of one job: each has a process group world of its own, and links join ranks of several roles.
+"""Links join ranks of several roles of a job, each of which has a process group world of its own.
 
-A role's ranks find each other under a prefix of the launcher's store, so that everything that asks for the
-rank and the size of the world (groups, executor, optimizer) gets those of the role. A link is a gloo group
-beside it, over ranks of the job: for messages of the controller, and for weights to an engine. The loss of a
-rank is seen by whoever waits for it; the other roles' worlds go on.
+A link is a gloo group beside these worlds, over ranks of the job: for messages of the controller, and for
+weights to an engine. The loss of a rank is seen by whoever waits for it; the other roles' worlds go on.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -20,10 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yuan_train.config.errors import TrainingError
-from yuan_train.parallel.board import Board, Meeting
-from yuan_train.parallel.device import Device
-from yuan_train.parallel.groups import connect
+from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import (
     WHOLE,
@@ -40,74 +34,6 @@ from yuan_train.parallel.transport import PATIENCE, LostPeer, is_lost_connection
 
 BUCKETS_AHEAD = 2
 """Messages of a pair of ranks that are under way at once: one is packed while another is sent."""
-
-
-@dataclass(frozen=True)
-class RolePosition:
-    """Where a rank of the job stands: its role, its rank there, and whose ranks the others are."""
-
-    role: str
-    rank: int
-    """In the role's world."""
-    job_rank: int
-    role_ranks: Mapping[str, range]
-    """The ranks of the job of each role."""
-    store: dist.Store
-    board: Board
-    """Of the ranks that end together."""
-
-    def label(self, job_rank: int) -> str:
-        """A rank of the job, for people: `generation rank 1 (rank 3 of the job)`."""
-        for role, ranks in self.role_ranks.items():
-            if job_rank in ranks:
-                return f"{role} rank {job_rank - ranks.start} (rank {job_rank} of the job)"
-        return f"rank {job_rank} of the job"
-
-    @contextmanager
-    def naming_role(self) -> Iterator[None]:
-        """Around what counts ranks as the role does: a TrainingError says whose ranks they are."""
-        try:
-            yield
-        except TrainingError as error:
-            first = self.role_ranks[self.role].start
-            raise type(error)(f"{self.role} (its rank 0 is rank {first} of the job): {error}") from error
-
-
-def join_role(
-    role_ranks: Mapping[str, range],
-    *,
-    fates: Sequence[Sequence[int]] | None = None,
-    startup_seconds: float,
-) -> RolePosition:
-    """Meet the ranks of all roles, with the variables that the launcher set; collective over the job.
-
-    `fates` are the ranks of the job that end together; None: all. Raises TrainingError if some do not come
-    within `startup_seconds`, and what a rank has found wrong with its files.
-    """
-    meeting = Meeting.of_launcher()
-    job_rank, wanted = meeting.rank, sum(map(len, role_ranks.values()))
-    if meeting.world_size != wanted:
-        raise TrainingError(f"the plan has {wanted} ranks, but {meeting.world_size} were started")
-    role = next(name for name, ranks in role_ranks.items() if job_rank in ranks)
-    board = Board(meeting, f"{role} rank {job_rank - role_ranks[role].start}", seconds=startup_seconds)
-    board.wait_for_all(startup_seconds)
-    if fates is not None and len(fates) > 1:
-        board.narrow(next(ranks for ranks in fates if job_rank in ranks))
-    board.join_ring()
-    store = dist.PrefixStore(f"attempt-{meeting.attempt}", board.store)
-    return RolePosition(role, job_rank - role_ranks[role].start, job_rank, dict(role_ranks), store, board)
-
-
-def enter_role(position: RolePosition, *, device: Device, timeout_seconds: float) -> None:
-    """Initialise torch.distributed with the ranks of a role, all of which have come; collective over them.
-
-    A role of one rank is a single process, without process groups. Raises LostRank if they do not connect.
-    """
-    ranks = position.role_ranks[position.role]
-    if len(ranks) == 1:
-        return
-    store = dist.PrefixStore(position.role, position.store)
-    connect("the ranks of a role", store, position.rank, len(ranks), device, timeout_seconds)
 
 
 class Link:

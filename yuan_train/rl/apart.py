@@ -33,12 +33,13 @@ from yuan_train.config.rl_plan import RlPlan
 from yuan_train.data.prompts import Prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.apply import RankRuntime, parallelize
+from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, share_object, wait_for_world
-from yuan_train.parallel.links import RolePosition, take_weights
+from yuan_train.parallel.links import take_weights
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.engines import (

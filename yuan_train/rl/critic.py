@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from yuan_train.checkpoint.load import Checkpoint, find_start, load_tensors, tensor_names
+from yuan_train.checkpoint.load import Checkpoint, find_checkpoints, load_tensors, tensor_names
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import CheckpointError, TrainingError
@@ -185,7 +185,9 @@ class Critic:
         model = replace(run.model, output="value")
         start = job.critic_start
         if start is None:
-            start = policy.start if policy.checkpoint is None else find_start(policy.run)
+            start = policy.start
+            if policy.checkpoint is not None:
+                start = find_checkpoints(policy.run, anew=True)[1]
         own = replace(
             policy,
             run=replace(policy.run, model=model),

@@ -32,8 +32,9 @@ from yuan_train.config.plan import node_of
 from yuan_train.config.rl import OnLostEngine, RLConfig
 from yuan_train.config.rl_plan import RlPlan, RoleName, ScoringRole
 from yuan_train.config.run import TrainConfig
+from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
-from yuan_train.parallel.links import Link, Outlet, RolePosition
+from yuan_train.parallel.links import Link, Outlet
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.transport import LostPeer

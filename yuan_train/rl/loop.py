@@ -18,15 +18,14 @@ from typing import Any, Self, TextIO
 
 import torch
 
-from yuan_train.checkpoint.load import find_start
+from yuan_train.checkpoint.load import find_checkpoints
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.parallel.board import Board, meet
-from yuan_train.parallel.groups import enter_world, sum_over_world
-from yuan_train.parallel.links import RolePosition, enter_role, join_role
+from yuan_train.parallel.board import Board, RolePosition, join_role, meet
+from yuan_train.parallel.groups import enter_role, enter_world, sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
@@ -241,7 +240,7 @@ def train_rl(job: RLJob) -> None:
         job = replace(job, policy=agree_on_job(policy))
 
         @contextmanager
-        def guarding() -> Iterator[None]:
+        def guarding(policy: Job) -> Iterator[None]:
             naming = apart.naming_role() if apart is not None else nullcontext()
             explaining = explaining_memory(policy.plan, policy.position.rank, policy.device)
             with ending.telling(), naming, explaining:
@@ -249,11 +248,11 @@ def train_rl(job: RLJob) -> None:
 
         # Before anything is built: a function that cannot be loaded ends the run at once.
         with _helping(job) as helpers:
-            with guarding():
+            with guarding(policy):
                 engine, progress = _build_engine(job, helpers, apart)
             with engine:
                 run_loop(job.policy, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
-                with guarding():
+                with guarding(policy):
                     engine.stop_roles()
 
 
@@ -554,7 +553,8 @@ def _build_policy(job: RLJob) -> tuple[Trainer, Progress, RowFeed, PolicyLoss]:
     if policy.checkpoint is None or not run.needs_reference:
         trainer, progress = build(policy, feed=feed, objective=loss)
     else:
-        fresh = replace(policy, checkpoint=None, start=find_start(policy.run))
+        start = find_checkpoints(policy.run, anew=True)[1]
+        fresh = replace(policy, checkpoint=None, start=start)
         trainer, progress = build(fresh, feed=feed, objective=loss)
     return trainer, progress, feed, loss
 

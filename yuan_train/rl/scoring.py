@@ -26,10 +26,11 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.rl import RLConfig, policy_run
 from yuan_train.config.rl_plan import RlPlan, ScoringRole
+from yuan_train.parallel.board import RolePosition, join_role
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
-from yuan_train.parallel.groups import as_training_error, share_object
-from yuan_train.parallel.links import RolePosition, enter_role, join_role, take_weights
+from yuan_train.parallel.groups import as_training_error, enter_role, share_object
+from yuan_train.parallel.links import take_weights
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.engines import (
     Channel,

@@ -31,7 +31,7 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.tiers.slab import HostLinks, make_links
+from yuan_train.parallel.tiers.slab import make_links
 from yuan_train.parallel.zero import STATES, EngineOptions
 from yuan_train.train.engine import ExpertLoad, Progress, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
@@ -120,22 +120,20 @@ def _runners(
 ) -> dict[int, StageRunner]:
     """What runs each of this rank's stages: with copies of activations and pages of parameters on the host,
     where the plan has some there."""
+    # Each has links of its own; a simulated card has simulated ones.
     card = job.plan.device_type(job.position.rank)
     rate = card.host_link if card is not None and card.slowdown is not None else None
-
-    def host_links() -> HostLinks:
-        """Links of their user's own; a simulated card has simulated ones."""
-        return make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
-
     tiers = None
     if runtime.copies is not None:
+        links = make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
         parameters = [parameter for part in runtime.parts.values() for parameter in part.parameters()]
-        tiers = ActivationTiers(runtime.copies, runtime.offloads, parameters, host_links(), device=job.device)
+        tiers = ActivationTiers(runtime.copies, runtime.offloads, parameters, links, device=job.device)
     found: dict[int, StageRunner] = {}
     for stage, part in runtime.parts.items():
         make: Callable[..., StageRunner] = StageRunner
         if (steps := runtime.pages.get(stage)) is not None:
-            pages = ParameterPages(steps.buckets, steps.paging.slots, host_links(), device=job.device)
+            links = make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
+            pages = ParameterPages(steps.buckets, steps.paging.slots, links, device=job.device)
             make = partial(PagedRunner, pages=pages, steps=steps)
         found[stage] = make(
             cast(Transformer, part),

@@ -17,6 +17,7 @@ Loads are integers summed over all ranks, so that every plan moves the biases al
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -35,10 +36,12 @@ from yuan_train.models.experts import Router
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.grid import Grid, RankCoord
-from yuan_train.parallel.groups import Groups, guard_world_collective, sum_over_world
+from yuan_train.parallel.groups import Groups, gather_on_first, guard_world_collective, sum_over_world
 from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
-from yuan_train.train.metrics import Moved, StepMetrics, peak_flops
+from yuan_train.train.memory import peak_footprint_bytes
+from yuan_train.train.metrics import Moved, StepMetrics, is_logged, peak_flops
+from yuan_train.train.trace import StepClock
 
 
 class World(Protocol):
@@ -332,6 +335,22 @@ def end_step(engine: Stepping, request: StepRequest, terms: RankTerms) -> StepRe
             raise NotFinite(f"loss {loss}, gradient norm {grad_norm}: {blame(world, *engine.finite())}")
         engine.update(request, grad_norm)
     return StepResult(loss, grad_norm, stop=stops > 0, skipped=skipped, preference=preference)
+
+
+def measure_step(job: Job, engine: Engine, step: int, clock: StepClock) -> Measured:
+    """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
+
+    Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
+    """
+    # This waits for the device, so that the gathering waits for all of them.
+    compute_seconds = engine.compute_seconds()
+    world, of_ranks = engine.world, None
+    if not world.groups.tree or is_logged(step, job.run):
+        # To ask the system for the peak takes the host longer than to send a message.
+        local = torch.tensor([compute_seconds, peak_footprint_bytes(job.device)], dtype=torch.float64)
+        of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
+    expert_tokens = engine.take_expert_tokens() if is_logged(step, job.run) else None
+    return Measured(clock.lap(), of_ranks, expert_tokens, end=time.perf_counter())
 
 
 def step_metrics(job: Job, record: StepRecord) -> StepMetrics:

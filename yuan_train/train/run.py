@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from yuan_train.checkpoint.load import holds_optimizer_state
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.load import as_plain, dump, write_text
@@ -22,7 +20,7 @@ from yuan_train.config.plan_constraints import keep_plan, plan_digest
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.board import meet
-from yuan_train.parallel.groups import as_training_error, enter_world, gather_on_first
+from yuan_train.parallel.groups import as_training_error, enter_world
 from yuan_train.parallel.node_links import LinkClock
 from yuan_train.train.agreement import agree_on_job, flatten
 from yuan_train.train.build import build_engine
@@ -30,19 +28,19 @@ from yuan_train.train.ending import StopRequest, ending_together, stop_on_sigter
 from yuan_train.train.engine import (
     BuildEngine,
     Engine,
-    Measured,
     Progress,
     StepRecord,
     StepRequest,
     StepResult,
+    measure_step,
 )
 from yuan_train.train.job import Job
-from yuan_train.train.memory import explaining_memory, keep_freed_memory, peak_footprint_bytes
-from yuan_train.train.metrics import Log, Moved, is_logged
+from yuan_train.train.memory import explaining_memory, keep_freed_memory
+from yuan_train.train.metrics import Log, Moved
 from yuan_train.train.move import agree_on_plan, move_to
 from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.saver import Keeper, Saver, keeping, make_saver, save_progress
-from yuan_train.train.trace import StepClock, Tracer, device_clock
+from yuan_train.train.trace import Tracer, device_clock
 from yuan_train.train.watch import watching
 
 
@@ -55,11 +53,18 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
     if job.position.world_size > 1:
         board = meet(job.run.train.startup_timeout, place=job.plan.ranks[job.position.rank].device)
     keep_freed_memory(job.device)
-    with ending_together(board, job.device) as ending, _explaining(job):
-        if board is not None:
-            enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
-        job, engine, progress = build(agree_on_job(job))
-        run_loop(job, engine, progress, guarding=ending.telling, tell_stop=ending.tell_stop)
+    with ending_together(board, job.device) as ending:
+
+        @contextmanager
+        def guarding(job: Job) -> Iterator[None]:
+            with ending.telling(), explaining_memory(job.plan, job.position.rank, job.device):
+                yield
+
+        with guarding(job):
+            if board is not None:
+                enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
+            job, engine, progress = build(agree_on_job(job))
+            run_loop(job, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
 
 
 def run_loop(
@@ -67,13 +72,14 @@ def run_loop(
     engine: Engine,
     progress: Progress,
     *,
-    guarding: Callable[[], AbstractContextManager[object]] = nullcontext,
+    guarding: Callable[[Job], AbstractContextManager[object]] = nullcontext,
     tell_stop: Callable[[], None] | None = None,
 ) -> None:
     """Step, log, evaluate, save and stop, from `progress` to the last step: for every engine.
 
-    `guarding` is around all that may fail, inside of what waits for others at its end; `tell_stop` tells the
-    other ranks that SIGTERM has stopped this one. Collective over all ranks. Raises YuanError.
+    `guarding` is around all that may fail, under the plan of a job, inside of what waits for others at its
+    end; `tell_stop` tells the other ranks that SIGTERM has stopped this one. Collective over all ranks.
+    Raises YuanError.
     """
     with (
         stop_on_sigterm(tell_stop) as asked,
@@ -86,20 +92,20 @@ def run_loop(
             watching, timeout_seconds=job.run.train.timeout, last_good=lambda: _last_good(saver.saved)
         )
         if keeper is not None and 0 < progress.step < job.run.train.steps:
-            with guarding(), _explaining(job):
+            with guarding(job):
                 # The nodes are others than before: another one may be lost before the next step that is kept.
                 keeper.keep(job, engine, progress)
         left = Left(progress, job.plan, since=time.perf_counter())
         moved: Moved | None = None
         while left.plan is not None:
             world = engine.world
-            with engine.reading(), watched(world.grid, world.coord, job.device), guarding(), _explaining(job):
+            with engine.reading(), watched(world.grid, world.coord, job.device), guarding(job):
                 _begin(job, engine, progress, log)
                 left = _run_steps(job, engine, progress, log, (saver, keeper), asked, moved)
                 if left.plan is None and saver.started != left.progress.step:
                     save_progress(job, engine, left.progress, saver)
             if left.plan is not None:
-                with guarding(), _explaining(replace(job, plan=left.plan)):
+                with guarding(replace(job, plan=left.plan)):
                     job, engine, progress, num_bytes = move_to(left.plan, job, engine, left.progress)
                 saver.coord = engine.world.coord
                 moved = Moved(plan_digest(job.plan), time.perf_counter() - left.since, num_bytes)
@@ -124,10 +130,6 @@ def _begin(job: Job, engine: Engine, progress: Progress, log: Log | None) -> Non
         log.say(note)
     if log is not None and progress.step >= job.run.train.steps:
         log.say(f"nothing left to train: train.steps is {job.run.train.steps}, and {progress.step} are done")
-
-
-def _explaining(job: Job) -> AbstractContextManager[None]:
-    return explaining_memory(job.plan, job.position.rank, job.device)
 
 
 @contextmanager
@@ -236,15 +238,15 @@ def _run_steps(
     """
     run, clock = job.run, device_clock(job.device)
     saver, keeper = savers
-    links = LinkClock(engine.world.grid, engine.world.coord, engine.world.groups, job.device)
     tracer = Tracer(run.train.trace, run.log.directory, grid=engine.world.grid, coord=engine.world.coord)
+    links = LinkClock(engine.world.grid, engine.world.coord, engine.world.groups, job.device)
     plan, since = None, 0.0
     while progress.step < run.train.steps and plan is None:
         request = _request(job, progress, stop=asked.heard() or asked.moves or saver.failed())
         with tracer.step(progress.step + 1, job.device, clock):
             result = _step(job, engine, request, progress.step + 1, saver)
-            measured = measure_step(job, engine, progress.step + 1, clock)
-        progress = progress.advance(run, skipped=result.skipped, tokens=result.tokens)
+            progress = progress.advance(run, skipped=result.skipped, tokens=result.tokens)
+            measured = measure_step(job, engine, progress.step, clock)
         with clock.paused():
             measured = replace(measured, links=_measure_links(job, engine, progress.step, links), moved=moved)
             moved = None
@@ -281,6 +283,7 @@ def _run_steps(
 def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
     """The step after `progress`."""
     run, scaling, scaler = job.run, job.run.train.scaling, progress.scaler
+    check = _is_checked(job, progress.step + 1)
     return StepRequest(
         job.train,
         first_sample=progress.sequences,
@@ -288,7 +291,7 @@ def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
         clip=run.optimizer.clip_grad_norm,
         scale=scaler.scale if scaler else 1.0,
         may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
-        check=_is_checked(job, progress.step + 1),
+        check=check,
         stop=stop,
     )
 
@@ -296,7 +299,7 @@ def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
 def _step(job: Job, engine: Engine, request: StepRequest, number: int, saver: Saver) -> StepResult:
     """One training step. Raises TrainingError that names the step and the last good checkpoint."""
     try:
-        with _explaining(job):
+        with explaining_memory(job.plan, job.position.rank, job.device):
             return engine.step(request)
     except TrainingError as error:
         between = "\n" if "\n" in str(error) else "; "
@@ -342,22 +345,6 @@ def _last_good(saved: int | None) -> str:
     if saved is None:
         return "no checkpoint is saved yet"
     return f"the last good checkpoint is that of step {saved}"
-
-
-def measure_step(job: Job, engine: Engine, step: int, clock: StepClock) -> Measured:
-    """Wait until all ranks have finished a step, which ends it, and gather their measurements on rank 0.
-
-    Collective over all ranks. Many ranks' measurements are gathered only where a progress line is due.
-    """
-    # This waits for the device, so that the gathering waits for all of them.
-    compute_seconds = engine.compute_seconds()
-    world, of_ranks = engine.world, None
-    if not world.groups.tree or is_logged(step, job.run):
-        # To ask the system for the peak takes the host longer than to send a message.
-        local = torch.tensor([compute_seconds, peak_footprint_bytes(job.device)], dtype=torch.float64)
-        of_ranks = gather_on_first(world.groups, world.coord, local, "the gather of measurements")
-    expert_tokens = engine.take_expert_tokens() if is_logged(step, job.run) else None
-    return Measured(clock.lap(), of_ranks, expert_tokens, end=time.perf_counter())
 
 
 MANY_EPOCHS = 20

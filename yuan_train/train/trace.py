@@ -231,7 +231,8 @@ class Tracer:
         if self._recorder is None:
             return
         assert self._directory is not None and self._clock is not None
-        threads = trace_threads(self._recorder.recorded(), self._clock, self._grid, self._coord)
+        recorded = self._recorder.recorded()
+        threads = trace_threads(recorded, self._clock, self._grid, self._coord)
         events = trace_events(threads)
         if self._profiler is not None:
             events += self._profiler.stop(self._clock, pid=self._coord.rank)
@@ -244,8 +245,9 @@ class Tracer:
             "token": self._clock.token,
             "clock_error_seconds": self._clock.error_seconds,
         }
+        text = trace_text(events, about=about)
         try:
-            write_text(path, trace_text(events, about=about))
+            write_text(path, text)
         except ConfigError as error:
             logger.warning("train.trace: %s", error)
 
@@ -280,12 +282,13 @@ def trace_threads(
     """The threads of a rank: `measured` (compute and optimizer), `messages`, `reductions` (gradients, weights
     and what all ranks exchange); more of a name where spans overlap."""
     spans: dict[str, list[Span]] = {name: [] for name in _THREADS.values()}
+    in_flight = list(_in_flight(recorded, clock))
     training_step = 0
     for one in recorded:
         if one.activity.kind == "training_step":
             training_step = one.activity.number
         spans[_THREADS[one.activity.kind]].append(_span(one, clock, grid, coord, training_step))
-    spans["reductions"] += _in_flight(recorded, clock)
+    spans["reductions"] += in_flight
     threads: list[TraceThread] = []
     for name, own in spans.items():
         for number, row in enumerate(nested_rows(own) or [[]]):
@@ -304,30 +307,30 @@ def trace_threads(
 def _span(one: Recorded, clock: SharedClock, grid: Grid, coord: RankCoord, training_step: int) -> Span:
     activity, step = one.activity, one.activity.step
     start, end = clock.of(one.start_seconds), clock.of(one.end_seconds)
-    if activity.kind in ("compute", "send"):
-        assert step is not None
-        return step_span(
-            TimedStep(step, start, end),
-            pipeline=coord.pipeline,
-            # Within a tensor-parallel group the first rank sends and receives for all.
-            arrows=f"{training_step}." if coord.tensor_rank == 0 else None,
+    if activity.kind not in ("compute", "send"):
+        arguments: dict[str, Any] = {}
+        if step is not None:
+            arguments = {"pipeline": coord.pipeline, "stage": step.stage, "micro_batch": step.micro_batch}
+        if step is not None and activity.kind == "wait":
+            arguments["sender"] = grid.peer(coord, step.stage + SENDER[step.kind], step.micro_batch)
+        if activity.ranks:
+            arguments["ranks"] = list(activity.ranks)
+        if activity.kind == "training_step":
+            arguments["step"] = activity.number
+        return Span(
+            name=_name(activity),
+            category=activity.kind,
+            start_seconds=start,
+            end_seconds=end,
+            arguments=arguments,
+            is_instant=activity.kind == "post",
         )
-    arguments: dict[str, Any] = {}
-    if step is not None:
-        arguments = {"pipeline": coord.pipeline, "stage": step.stage, "micro_batch": step.micro_batch}
-    if step is not None and activity.kind == "wait":
-        arguments["sender"] = grid.peer(coord, step.stage + SENDER[step.kind], step.micro_batch)
-    if activity.ranks:
-        arguments["ranks"] = list(activity.ranks)
-    if activity.kind == "training_step":
-        arguments["step"] = activity.number
-    return Span(
-        name=_name(activity),
-        category=activity.kind,
-        start_seconds=start,
-        end_seconds=end,
-        arguments=arguments,
-        is_instant=activity.kind == "post",
+    assert step is not None
+    return step_span(
+        TimedStep(step, start, end),
+        pipeline=coord.pipeline,
+        # Within a tensor-parallel group the first rank sends and receives for all.
+        arrows=f"{training_step}." if coord.tensor_rank == 0 else None,
     )
 
 
