@@ -23,7 +23,7 @@ from tests.support.rl import (
     with_names,
     write_rl,
 )
-from yuan_train.checkpoint.load import find_checkpoint, load_tensors, tensor_names
+from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import CheckpointError, PlanError
 from yuan_train.config.plan import MemoryForecast, Plan
@@ -63,7 +63,7 @@ def tensors_of(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     }
     found = {
         name: torch.empty(shapes[name.removeprefix(prefix)], dtype=torch.float64)
-        for name in tensor_names(checkpoint)
+        for name in checkpoint.entries
         if name.startswith(prefix)
     }
     load_tensors(checkpoint, found, no_dist=True)

@@ -14,7 +14,7 @@ from tests.support.project import difference, make_project, parse_plan, read_met
 from tests.support.ranks import Case, run_alone, run_cases
 from tests.support.rl import write_rl
 from yuan_train.checkpoint.hf import export_hf, import_hf
-from yuan_train.checkpoint.load import find_checkpoint, load_weights, tensor_names
+from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.checkpoint.megatron import export_megatron, import_megatron
 from yuan_train.config.architecture import ADAPTERS, is_trained
 from yuan_train.config.errors import CheckpointError, ConfigError
@@ -139,7 +139,7 @@ def test_a_run_is_resumed_under_another_plan_and_the_base_stays(tmp_path: Path) 
     for name, parameter in drawn.named_parameters():
         assert torch.equal(parameter, trained[name]) != is_trained(model, name), name
     # Of what is frozen there are no moments.
-    names = tensor_names(find_checkpoint(tmp_path / "ck"))
+    names = find_checkpoint(tmp_path / "ck").entries
     moments = {name.partition(".")[2] for name in names if name.startswith("exp_avg.")}
     assert moments == {name for name in uncut if name.endswith(ADAPTERS)}
     assert len(whole) == STEPS

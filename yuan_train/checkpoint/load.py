@@ -194,13 +194,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Tensors, *, no_dist: bool = Fa
 
 def holds_optimizer_state(checkpoint: Checkpoint) -> bool:
     """Whether it holds AdamW's averages; an imported one has weights only."""
-    names = tensor_names(checkpoint)
-    return any(name.startswith(f"{kind}.") for name in names for kind in OPTIMIZER_STATES)
-
-
-def tensor_names(checkpoint: Checkpoint) -> frozenset[str]:
-    """The global names of all tensors. Raises CheckpointError."""
-    return frozenset(checkpoint.entries)
+    return any(name.startswith(f"{kind}.") for name in checkpoint.entries for kind in OPTIMIZER_STATES)
 
 
 def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from yuan_train.checkpoint.load import holds_optimizer_state, load_tensors, tensor_names
+from yuan_train.checkpoint.load import holds_optimizer_state, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import OPTIMIZER_STATES, WEIGHTS
 from yuan_train.config.errors import LostRank
@@ -182,7 +182,7 @@ def fill(job: Job, optimizer: Any, held: list[Held]) -> Progress:
         set_steps(optimizer, progress.step - progress.skipped)
         publish(optimizer)
         return progress
-    given = frozenset[str]() if job.start is None else tensor_names(job.start)
+    given = frozenset[str]() if job.start is None else job.start.entries
     for one in held:
         if f"{WEIGHTS}.{one.named.name}" not in given:
             _draw(job, one)

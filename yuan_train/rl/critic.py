@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from yuan_train.checkpoint.load import Checkpoint, find_checkpoints, load_tensors, tensor_names
+from yuan_train.checkpoint.load import Checkpoint, find_checkpoints, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import CheckpointError, TrainingError
@@ -117,7 +117,7 @@ def load_reference(checkpoint: Checkpoint, trainer: Trainer) -> dict[str, LocalS
 
     Returns what this rank is to write of it into further checkpoints. Raises CheckpointError.
     """
-    held = tensor_names(checkpoint)
+    held = checkpoint.entries
     wanted = {f"{REFERENCE}{name}": shard for name, shard in trainer.tensors("held", STATES[:1]).items()}
     found = {name: shard for name, shard in wanted.items() if name in held}
     if not any(name.startswith(REFERENCE) for name in held):
@@ -234,7 +234,7 @@ class Critic:
     def _restore(self, checkpoint: Checkpoint) -> None:
         """Fill weights and optimizer state; collective over all ranks."""
         trainer = self._lanes.trainer
-        if not any(name.startswith(PREFIX) for name in tensor_names(checkpoint)):
+        if not any(name.startswith(PREFIX) for name in checkpoint.entries):
             raise CheckpointError(
                 f"{checkpoint.path}: it holds no critic, so the run before was not of name: ppo; begin with "
                 "its weights (start.checkpoint), in another checkpoint.directory"

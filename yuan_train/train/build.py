@@ -9,13 +9,7 @@ from typing import cast
 
 import torch
 
-from yuan_train.checkpoint.load import (
-    Checkpoint,
-    holds_optimizer_state,
-    load_parts,
-    load_tensors,
-    tensor_names,
-)
+from yuan_train.checkpoint.load import Checkpoint, holds_optimizer_state, load_parts, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.config.architecture import sharding_of
@@ -102,7 +96,7 @@ def build(
         return trainer, restore(job.checkpoint, trainer, run)
     if trained and job.start is not None:
         # As masters of a new run.
-        held = tensor_names(job.start)
+        held = job.start.entries
         wanted = trainer.tensors("held", STATES[:1])
         load_tensors(job.start, {name: shard for name, shard in wanted.items() if name in held})
         publish(trainer)
@@ -185,7 +179,7 @@ def _initial(job: Job) -> InitialRows | None:
     draw = partial(initial_rows, job.run.model, seed=job.run.train.seed)
     if job.start is None:
         return draw
-    held = tensor_names(job.start)
+    held = job.start.entries
 
     def draw_missing(
         name: str, shape: tuple[int, ...], *, wanted: Callable[[int, int], bool]
