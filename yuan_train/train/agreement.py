@@ -3,7 +3,8 @@
 Each rank reads run, plan and corpora by itself. A stale file on one node would train garbage
 without an error, for owners of the same layers never compare their weights. So the ranks compare hashes of
 all that they have read, and check that they see one checkpoint directory. A difference ends the run on all
-ranks, with a message that names the rank, its host, and what differs.
+ranks, with a message that names the rank, its host, and what differs. Then they find the checkpoint from
+which all go on, on disk or in the memory of their nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The job of a rank: reads and checks everything a run needs, before the ranks connect to each other.
 
 From top to bottom: this process's rank (`find_position`), the job (`prepare`), then what it is made of: the
-device, the data, the checkpoint to resume from.
+device and the data.
 """
 
 from __future__ import annotations

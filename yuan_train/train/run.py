@@ -52,8 +52,8 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
     board = None
     if job.position.world_size > 1:
         board = meet(job.run.train.startup_timeout, place=job.plan.ranks[job.position.rank].device)
-    keep_freed_memory(job.device)
     with ending_together(board, job.device) as ending:
+        keep_freed_memory(job.device)
 
         @contextmanager
         def guarding(job: Job) -> Iterator[None]:

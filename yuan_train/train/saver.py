@@ -2,8 +2,7 @@
 
 `Saver` starts a save and waits for it; `make_saver` makes the saver of a run, and `save_progress` collects
 this rank's tensors and starts a save of them. `Exports` has what was saved exported by a process beside it.
-`Keeper` keeps others in the memory of the nodes (`checkpoint.in_memory`), where `agreement.find_in_memory`
-looks for them.
+`Keeper` keeps others in the memory of the nodes (`checkpoint.in_memory`), for `agreement` to find.
 """
 
 from __future__ import annotations
