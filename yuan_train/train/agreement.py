@@ -2,9 +2,9 @@
 
 Each rank reads run, plan and corpora by itself. A stale file on one node would train garbage
 without an error, for owners of the same layers never compare their weights. So the ranks compare hashes of
-all that they have read, and check that they see one checkpoint directory. A difference ends the run on all
-ranks, with a message that names the rank, its host, and what differs. Then they find the checkpoint from
-which all go on, on disk or in the memory of their nodes.
+all that they have read, tell each other which cards they have, and check that they see one checkpoint
+directory. A difference ends the run on all ranks, with a message that names the rank, its host, and what
+differs. Then they find the checkpoint from which all go on, on disk or in the memory of their nodes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,13 @@ from yuan_train.checkpoint.load import check_same_model, find_checkpoints
 from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import node_of
+from yuan_train.config.units import show_bytes
+from yuan_train.parallel.device import CardFacts
 from yuan_train.parallel.groups import gather_objects, share_object
 from yuan_train.parallel.tiers.slab import available_bytes
-from yuan_train.train.cards import (
-    RankCard,
-    check_card_memory,
-    driver_version,
-    find_fault,
-    host_note,
-    machine_id,
-    nccl_version,
-    needs_of,
-    node_lines,
-)
+from yuan_train.train.cards import driver_version, machine_id, nccl_version, type_of
 from yuan_train.train.job import Job
+from yuan_train.train.memory import check_card_memory, host_note, needs_of
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +155,23 @@ def check_cards(job: Job) -> None:
             raise ConfigError(found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankCard:
+    """What a rank tells all others of its card."""
+
+    rank: int
+    host: str
+    machine: str
+    """What tells machines of one host name apart: each has it from its last start."""
+    device: str
+    """Its name in the plan."""
+    facts: CardFacts
+    uses_nccl: bool
+    """Whether its messages go over NCCL, which refuses two ranks on a card."""
+    driver: str | None
+    nccl: str | None
+
+
 def _tell_card(job: Job) -> RankCard | None:
     """What this rank tells of its card; None if it has none."""
     facts, entry = job.device.facts(), job.plan.ranks[job.position.rank]
@@ -178,6 +188,57 @@ def _tell_card(job: Job) -> RankCard | None:
         driver=driver_version(),
         nccl=nccl_version(),
     )
+
+
+def find_fault(cards: Sequence[RankCard]) -> str | None:
+    """What is wrong with the cards of all ranks together; None: nothing."""
+    taken: dict[tuple[str, str], RankCard] = {}
+    for card in cards:
+        address = card.facts.pci_address
+        # Slices of a card (MIG) have its address.
+        if not card.uses_nccl or address is None or " MIG " in card.facts.name:
+            continue
+        other = taken.setdefault((card.machine, address), card)
+        if other is not card:
+            return (
+                f"ranks {other.rank} ({other.device}) and {card.rank} ({card.device}) of {card.host} have "
+                f"the same card, {card.facts.name} at {address}; start one rank per card, and let "
+                "CUDA_VISIBLE_DEVICES show all of a node's cards to all its ranks, or to each its own"
+            )
+    return _versions_fault([card for card in cards if card.uses_nccl])
+
+
+def _versions_fault(cards: Sequence[RankCard]) -> str | None:
+    """The ranks with another NCCL than rank 0's, between which no message would arrive."""
+    odd = [card for card in cards if card.nccl != cards[0].nccl]
+    if not odd:
+        return None
+    listed = ", ".join(f"rank {c.rank} ({c.host}) {c.nccl}" for c in odd[:MAX_LISTED])
+    first = cards[0]
+    return (
+        f"NCCL is {first.nccl} on rank {first.rank} ({first.host}), but {listed}"
+        f"{', ...' if len(odd) > MAX_LISTED else ''}; install the same torch, which brings its NCCL, on "
+        "every node, and unset LD_PRELOAD and LD_LIBRARY_PATH where they bring another"
+    )
+
+
+def node_lines(cards: Sequence[RankCard]) -> Iterator[str]:
+    """A line for each machine: its ranks' cards, driver, CUDA and NCCL."""
+    machines: dict[str, list[RankCard]] = {}
+    for card in cards:
+        machines.setdefault(card.machine, []).append(card)
+    for own in machines.values():
+        names: dict[str, int] = {}
+        for card in own:
+            facts = card.facts
+            code = "" if facts.cuda is None else ", sm_{}{}".format(*facts.capability)
+            words = f"{type_of(facts) or facts.name} ({show_bytes(facts.memory)}{code})"
+            names[words] = names.get(words, 0) + 1
+        held = " and ".join(f"{count} x {words}" for words, count in names.items())
+        first, ranks = own[0], ", ".join(str(card.rank) for card in own)
+        known = {"driver": first.driver, "CUDA": first.facts.cuda, "NCCL": first.nccl}
+        versions = ", ".join(f"{name} {version}" for name, version in known.items() if version is not None)
+        yield f"{first.host}: rank{'s' * (len(own) > 1)} {ranks}: {held}; {versions}"
 
 
 def _memory_notes(job: Job) -> Iterator[str]:

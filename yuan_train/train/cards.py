@@ -2,7 +2,7 @@
 
 Rules about values: what torch and the driver tell of the cards that a process sees (`CardFacts`), and what
 the plan says. A rank takes its card by type (`choose_card`) and refuses one that the plan does not mean
-(`check_card`, `check_processor`); what all ranks' cards must have in common is `find_fault`'s.
+(`check_card`, `check_processor`); what all ranks' cards must have in common is said in `agreement.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,21 +21,17 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from yuan_train.config.devices import CATALOGUE, DeviceType, find_card
-from yuan_train.config.errors import ConfigError, PlanError
-from yuan_train.config.plan import Plan, RankPlan, copied_bytes, is_real_card, node_of
-from yuan_train.config.run import HostCopies
+from yuan_train.config.errors import ConfigError
+from yuan_train.config.plan import RankPlan, is_real_card
 from yuan_train.config.units import show_bytes
 from yuan_train.models import compiled
-from yuan_train.parallel.device import CardFacts, CardMemory, cuda_of_driver
+from yuan_train.parallel.device import CardFacts, cuda_of_driver
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose among a machine's cards, and number those anew."""
 
 DRIVER_VERSION, BOOT = Path("/proc/driver/nvidia/version"), Path("/proc/sys/kernel/random/boot_id")
 WHEELS = "install torch from PyTorch's own index of its {} builds (its Get Started page gives the command)"
-
-MAX_LISTED = 4
-"""Ranks that a message lists."""
 
 
 def type_of(card: CardFacts) -> str | None:
@@ -207,164 +201,6 @@ def nccl_version() -> str | None:
     if not dist.is_nccl_available():
         return None
     return ".".join(map(str, nccl.version()))
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a plan's forecast says that a rank takes: bytes."""
-
-    card: float
-    """At the peak, with what is reserved."""
-    reserved: float
-    """Of these, for the context, communicators and fragmentation."""
-    host: float
-
-
-def needs_of(plan: Plan, rank: int) -> Needs | None:
-    """What a rank takes with all its stages; None without a forecast of them."""
-    if plan.forecast is None:
-        return None
-    own = {(p, s) for p, s, stage in plan.numbered_stages if rank in stage.ranks}
-    stages = [stage for stage in plan.forecast.stages if (stage.pipeline, stage.stage) in own]
-    if not stages:
-        return None
-    reserved = max(stage.memory.reserved for stage in stages)
-    return Needs(
-        card=reserved + sum(stage.peak_memory_bytes - stage.memory.reserved for stage in stages),
-        reserved=reserved,
-        host=sum(stage.host_memory_bytes for stage in stages),
-    )
-
-
-def check_card_memory(entry: RankPlan, needs: Needs, memory: CardMemory, card: CardFacts) -> str | None:
-    """A note where what is free of a card is less than the forecast; None where it is enough.
-
-    Raises PlanError if the whole card is.
-    """
-    if needs.card > memory.total:
-        raise PlanError(
-            f"{_name(entry)}: the plan's forecast is {show_bytes(needs.card)} at its peak, and {card.name} "
-            f"has {show_bytes(memory.total)} in all; plan again for what the card has (`memory` of its type, "
-            "under device_types in the cluster file)"
-        )
-    wanted = needs.card - needs.reserved
-    # What is reserved is taken already, at least in part.
-    free = memory.free + memory.reserved - memory.allocated
-    if wanted <= free:
-        return None
-    users = ", ".join(card_users(card.pci_address)) or "the driver does not tell whose"
-    return (
-        f"{_name(entry)}: the plan's forecast takes {show_bytes(wanted)} of {card.name} beside what is "
-        f"reserved, but {show_bytes(free)} of {show_bytes(memory.total)} are free; others are on it: {users}"
-    )
-
-
-def host_note(
-    plan: Plan, entry: RankPlan, available: float, *, copies: HostCopies | None = None
-) -> str | None:
-    """A note of the first rank of a node whose ranks put more on the host than is available there; `copies`
-    are those of saves."""
-    node = node_of(entry)
-    own = [other for other in plan.ranks if node_of(other) == node]
-    if own[0] != entry:
-        return None
-    forecast = sum(needs.host for other in own if (needs := needs_of(plan, other.rank)) is not None)
-    copies = copies or HostCopies()
-    copied = copied_bytes(plan, node, copies)
-    if forecast + copied <= available:
-        return None
-    saves = f" and saves copy {show_bytes(copied)} there ({copies.keys})" if copied else ""
-    return (
-        f"node {node}: by the plan's forecast its {len(own)} ranks put {show_bytes(forecast)} on the "
-        f"host{saves}, of which {show_bytes(available)} are available now"
-    )
-
-
-def card_users(address: str | None) -> list[str]:
-    """The processes on a card, as nvidia-smi tells; empty where it does not."""
-    query = ["nvidia-smi", "--query-compute-apps=gpu_bus_id,pid,process_name,used_memory"]
-    try:
-        ran = subprocess.run(
-            [*query, "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    found: list[str] = []
-    for line in ran.stdout.splitlines():
-        bus, *words = (word.strip() for word in line.split(","))
-        # nvidia-smi writes eight digits of the domain, sysfs four.
-        own = address is None or bus.lower().endswith(address.lower())
-        if own and len(words) == 3 and words[0] != str(os.getpid()):
-            found.append(f"process {words[0]} ({words[1]}, {words[2]})")
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankCard:
-    """What a rank tells all others of its card."""
-
-    rank: int
-    host: str
-    machine: str
-    """What tells machines of one host name apart: each has it from its last start."""
-    device: str
-    """Its name in the plan."""
-    facts: CardFacts
-    uses_nccl: bool
-    """Whether its messages go over NCCL, which refuses two ranks on a card."""
-    driver: str | None
-    nccl: str | None
-
-
-def find_fault(cards: Sequence[RankCard]) -> str | None:
-    """What is wrong with the cards of all ranks together; None: nothing."""
-    taken: dict[tuple[str, str], RankCard] = {}
-    for card in cards:
-        address = card.facts.pci_address
-        # Slices of a card (MIG) have its address.
-        if not card.uses_nccl or address is None or " MIG " in card.facts.name:
-            continue
-        other = taken.setdefault((card.machine, address), card)
-        if other is not card:
-            return (
-                f"ranks {other.rank} ({other.device}) and {card.rank} ({card.device}) of {card.host} have "
-                f"the same card, {card.facts.name} at {address}; start one rank per card, and let "
-                "CUDA_VISIBLE_DEVICES show all of a node's cards to all its ranks, or to each its own"
-            )
-    return _versions_fault([card for card in cards if card.uses_nccl])
-
-
-def _versions_fault(cards: Sequence[RankCard]) -> str | None:
-    """The ranks with another NCCL than rank 0's, between which no message would arrive."""
-    odd = [card for card in cards if card.nccl != cards[0].nccl]
-    if not odd:
-        return None
-    listed = ", ".join(f"rank {c.rank} ({c.host}) {c.nccl}" for c in odd[:MAX_LISTED])
-    first = cards[0]
-    return (
-        f"NCCL is {first.nccl} on rank {first.rank} ({first.host}), but {listed}"
-        f"{', ...' if len(odd) > MAX_LISTED else ''}; install the same torch, which brings its NCCL, on "
-        "every node, and unset LD_PRELOAD and LD_LIBRARY_PATH where they bring another"
-    )
-
-
-def node_lines(cards: Sequence[RankCard]) -> Iterator[str]:
-    """A line for each machine: its ranks' cards, driver, CUDA and NCCL."""
-    machines: dict[str, list[RankCard]] = {}
-    for card in cards:
-        machines.setdefault(card.machine, []).append(card)
-    for own in machines.values():
-        names: dict[str, int] = {}
-        for card in own:
-            facts = card.facts
-            code = "" if facts.cuda is None else ", sm_{}{}".format(*facts.capability)
-            words = f"{type_of(facts) or facts.name} ({show_bytes(facts.memory)}{code})"
-            names[words] = names.get(words, 0) + 1
-        held = " and ".join(f"{count} x {words}" for words, count in names.items())
-        first, ranks = own[0], ", ".join(str(card.rank) for card in own)
-        known = {"driver": first.driver, "CUDA": first.facts.cuda, "NCCL": first.nccl}
-        versions = ", ".join(f"{name} {version}" for name, version in known.items() if version is not None)
-        yield f"{first.host}: rank{'s' * (len(own) > 1)} {ranks}: {held}; {versions}"
 
 
 def check_compiler(device: torch.device) -> None:
