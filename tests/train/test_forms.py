@@ -19,9 +19,9 @@ from yuan_train.models.attention import find_resets
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.grid import Grid
+from yuan_train.train.agreement import RankForms, alike_groups, settle_forms, unlike
 from yuan_train.train.build import build
 from yuan_train.train.engine import StepRequest
-from yuan_train.train.forms import RankForms, alike_groups, settle_forms, unlike
 from yuan_train.train.job import Position, prepare
 
 

@@ -47,6 +47,7 @@ from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, enter_world_as, make_world_groups, sum_over_world
 from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.transport import is_lost_connection, without_frames
+from yuan_train.train.agreement import settle_forms
 from yuan_train.train.build import DTYPES
 from yuan_train.train.engine import (
     ExpertLoad,
@@ -60,7 +61,6 @@ from yuan_train.train.engine import (
     step_metrics,
 )
 from yuan_train.train.feed import Feed, MicroBatch, Share
-from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
 

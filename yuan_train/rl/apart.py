@@ -72,8 +72,8 @@ from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
 from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
+from yuan_train.train.agreement import settle_forms
 from yuan_train.train.build import DTYPES, model_parts, own_weights
-from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Position, choose_planned
 from yuan_train.train.step import Trainer
 

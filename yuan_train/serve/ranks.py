@@ -41,9 +41,9 @@ from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.generator import Engine, Token
 from yuan_train.serve.draws import Asked, SeededDraws
+from yuan_train.train.agreement import settle_forms
 from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
 from yuan_train.train.ending import ending_together
-from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Position, choose_device, choose_planned
 from yuan_train.train.memory import explaining_memory
 

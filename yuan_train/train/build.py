@@ -27,9 +27,9 @@ from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.tiers.slab import make_links
 from yuan_train.parallel.zero import STATES, EngineOptions
+from yuan_train.train.agreement import settle_forms
 from yuan_train.train.engine import ExpertLoad, Progress, routers_of
 from yuan_train.train.feed import Feed, Passes, Share
-from yuan_train.train.forms import settle_forms
 from yuan_train.train.job import Job
 from yuan_train.train.objective import Objective, PairLoss
 from yuan_train.train.optimizer import Optimizer
