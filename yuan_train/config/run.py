@@ -138,11 +138,6 @@ class DataConfig:
         """Whether anything is reset at document ends."""
         return self.reset_position_ids or self.reset_attention or self.reset_filter
 
-    def resets_after(self, eod_id: int | None) -> dict[str, Any]:
-        """The keyword arguments of `find_resets`, which resets nothing if the token is None."""
-        flags = "reset_position_ids", "reset_attention", "reset_filter"
-        return {"eod_id": eod_id, **{flag: getattr(self, flag) for flag in flags}}
-
     @property
     def masks(self) -> bool:
         """Whether some tokens of a sample have no loss."""

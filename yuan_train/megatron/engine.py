@@ -60,7 +60,7 @@ from yuan_train.train.engine import (
     num_terms,
     step_metrics,
 )
-from yuan_train.train.feed import Feed, MicroBatch, Share
+from yuan_train.train.feed import Feed, MicroBatch, Share, resets_after
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
 
@@ -355,7 +355,7 @@ def _share(job: Job, world: MegatronWorld, chunks: tuple[Chunk, ...], *, resets:
         takers=Counter(dict.fromkeys(micro_batches, takers) if takers else {}),
         with_tokens=any(chunk.stage.embedding for chunk in chunks),
         with_targets=frozenset(micro_batches if has_head else ()),
-        resets=job.run.data.resets_after(job.tokenizer.eod_id if job.tokenizer and resets else None),
+        resets=resets_after(job.run.data, job.tokenizer.eod_id if job.tokenizer and resets else None),
         device=job.device,
     )
 

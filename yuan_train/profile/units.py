@@ -40,7 +40,7 @@ from yuan_train.parallel.groups import Groups, one_communicator
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.cards import type_of
-from yuan_train.train.feed import MicroBatch, make_micro_batch
+from yuan_train.train.feed import MicroBatch, make_micro_batch, resets_after
 from yuan_train.train.memory import (
     can_track_memory,
     held_bytes,
@@ -205,7 +205,7 @@ class _RandomSource:
     def __init__(self, case: ProfileCase) -> None:
         shape = (case.micro_batch_size, case.sequence_length)
         tokens = torch.from_numpy(np.random.default_rng(0).integers(case.model.vocab_size, size=shape))
-        resets = {"eod_id": None} if case.data is None else case.data.resets_after(0)
+        resets = {"eod_id": None} if case.data is None else resets_after(case.data, 0)
         self._batch = make_micro_batch(tokens, tokens, resets=resets, device=case.device)
 
     def take(self, micro_batch: int) -> MicroBatch:

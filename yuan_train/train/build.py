@@ -29,7 +29,7 @@ from yuan_train.parallel.tiers.slab import make_links
 from yuan_train.parallel.zero import STATES, EngineOptions
 from yuan_train.train.agreement import settle_forms
 from yuan_train.train.engine import ExpertLoad, Progress, routers_of
-from yuan_train.train.feed import Feed, Passes, Share
+from yuan_train.train.feed import Feed, Passes, Share, resets_after
 from yuan_train.train.job import Job
 from yuan_train.train.objective import Objective, PairLoss
 from yuan_train.train.optimizer import Optimizer
@@ -167,7 +167,7 @@ def _share(job: Job, runtime: RankRuntime, *, resets: bool) -> Share:
         takers=Counter(step.micro_batch for step in forwards if any(needs[step.stage])),
         with_tokens=any(tokens for tokens, _ in needs.values()),
         with_targets=frozenset(step.micro_batch for step in forwards if needs[step.stage][1]),
-        resets=job.run.data.resets_after(job.tokenizer.eod_id if job.tokenizer and resets else None),
+        resets=resets_after(job.run.data, job.tokenizer.eod_id if job.tokenizer and resets else None),
         device=job.device,
     )
 

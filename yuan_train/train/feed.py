@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from yuan_train.config.run import DataConfig
 from yuan_train.data.loader import Samples
 from yuan_train.models.attention import DocumentResets, find_resets
 from yuan_train.parallel.device import Device
@@ -94,7 +95,7 @@ class Share:
     with_targets: frozenset[int]
     """The micro-batches of which it runs the last stage."""
     resets: Mapping[str, Any]
-    """Keyword arguments of `find_resets`."""
+    """See `resets_after`."""
     device: Device
 
     def read(self, blend: Samples, first_sample: int, micro_batch: int) -> MicroBatch:
@@ -112,6 +113,12 @@ class Share:
         if batch.places is None or found.targets_BS is None:
             return found
         return replace(found, places_B=torch.from_numpy(batch.places))
+
+
+def resets_after(data: DataConfig, eod_id: int | None) -> dict[str, Any]:
+    """The keyword arguments of `find_resets`, which resets nothing if the token is None."""
+    flags = "reset_position_ids", "reset_attention", "reset_filter"
+    return {"eod_id": eod_id, **{flag: getattr(data, flag) for flag in flags}}
 
 
 def make_micro_batch(
