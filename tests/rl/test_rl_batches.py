@@ -16,7 +16,8 @@ from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weight
 from yuan_train.objectives import advantages
 from yuan_train.parallel.device import CPU
 from yuan_train.rl.collect import Collector
-from yuan_train.rl.experience import Group, RowFeed, Sample, make_rows
+from yuan_train.rl.experience import Group, Sample, make_rows
+from yuan_train.rl.passes import RowFeed
 from yuan_train.rl.updates import token_advantages
 
 

@@ -5,7 +5,7 @@ batch's answers: those that the policy drew. `Rows.place` says which token a row
 
 R = rows, S = tokens of a row, N = answer tokens of the batch.
 
-What is asked of an engine, and what it answers. Knows no torch.
+What is asked of an engine, and what it answers.
 
 Ticket k is prompt k of the run's order. An answer is a function of the weights, the run's seed, its ticket
 and its number: whichever engine writes it, beside whichever others.
@@ -22,10 +22,7 @@ from torch import Tensor
 
 from yuan_train.data.loader import Batch as Loaded
 from yuan_train.data.prompts import Prompt
-from yuan_train.models.attention import DocumentResets, resets_at
 from yuan_train.models.transformer import IGNORE_INDEX
-from yuan_train.parallel.device import Device
-from yuan_train.train.feed import MicroBatch, Passes
 
 Ended = Literal["stop", "limit"]
 """Why an answer ends: with a token that ends answers, or with as many tokens, or turns, as it may have."""
@@ -272,43 +269,3 @@ class Answers:
     def batch(self, first_sample: int, count: int) -> Loaded:
         """Never: `RowFeed` has the rows."""
         raise AssertionError("answers are not read by number")
-
-
-class RowFeed(Passes):
-    """The micro-batches of one rank's pipeline, out of the rows that are to be trained or scored next;
-    `use` begins a batch, and how many tokens it trains is known where it is made."""
-
-    def __init__(self, *, micro_batch_size: int, device: Device) -> None:
-        super().__init__()
-        self._size = micro_batch_size
-        self._on_host = device.on_host
-        self._rows: Rows | None = None
-        self._first = 0
-
-    def use(self, rows: Rows, *, first: int) -> None:
-        """From now on rows are those of this batch; `first` is the first one of this rank's pipeline."""
-        self._rows, self._first = rows, first
-
-    def take(self, micro_batch: int) -> MicroBatch:
-        """Rows of a micro-batch; those beyond the batch are padding. `places_B` are the rows' numbers."""
-        rows = self._rows
-        assert rows is not None
-        first = self._first + micro_batch * self._size
-        numbers = torch.arange(first, first + self._size)
-        inside_B = numbers < rows.count
-        held = numbers.where(inside_B, 0)
-        tokens_BS = rows.tokens[held].where(inside_B.unsqueeze(1), 0)
-        targets_BS = rows.targets[held].where(inside_B.unsqueeze(1), IGNORE_INDEX)
-        # Padding behind a row's only answer is seen by none of its tokens.
-        resets = resets_at(rows.starts[held]) if rows.shared else DocumentResets()
-        experts_BSLK = None if rows.experts is None else rows.experts[held]
-        numbers = numbers.where(inside_B, -1)
-        place = self._on_host
-        return MicroBatch(
-            place(tokens_BS),
-            place(targets_BS),
-            resets.placed(place),
-            0,
-            numbers,
-            None if experts_BSLK is None else place(experts_BSLK),
-        )

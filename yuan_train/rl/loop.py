@@ -31,11 +31,11 @@ from yuan_train.rl.collect import Collected, Collector
 from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
 from yuan_train.rl.engines import RemoteReadingModel, RemoteReference, RemoteScores, fates_of, job_ranks
 from yuan_train.rl.environments import Conversation, Environments
-from yuan_train.rl.experience import Group, RowFeed
+from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import Engine, make_engine, pipeline_group
 from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.losses import PolicyLoss
+from yuan_train.rl.passes import PolicyLoss, RowFeed
 from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.rewards import Scorers, turns_of
 from yuan_train.rl.scoring import Requests

@@ -21,8 +21,8 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import sum_over_world
-from yuan_train.rl.experience import RowFeed, Rows, make_score_rows
-from yuan_train.rl.losses import Numbers, TokenRecorder, last_values, log_probs_at
+from yuan_train.rl.experience import Rows, make_score_rows
+from yuan_train.rl.passes import Numbers, RowFeed, TokenRecorder, last_values, log_probs_at
 from yuan_train.train.agreement import agreeing
 from yuan_train.train.build import DTYPES
 from yuan_train.train.objective import Targets

@@ -41,9 +41,8 @@ from yuan_train.rl.engines import (
     role_buckets,
     weight_link,
 )
-from yuan_train.rl.experience import Answers, RowFeed, Rows
-from yuan_train.rl.lanes import Lanes
-from yuan_train.rl.losses import last_values, log_probs_at
+from yuan_train.rl.experience import Answers, Rows
+from yuan_train.rl.passes import Lanes, RowFeed, last_values, log_probs_at
 from yuan_train.rl.reading_model import find_reading_model
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
 from yuan_train.train.ending import ending_together, stop_on_sigterm

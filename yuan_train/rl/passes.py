@@ -1,4 +1,5 @@
-"""The policy's loss on a micro-batch of answers, and the recording of log-probabilities.
+"""Passes of a trainer over rows of answers: their micro-batches, in lanes as long as the rows need under any
+plan, and what is made of each: the policy's loss, or a recording of log-probabilities.
 
 B = rows of a micro-batch, S = tokens of a row, N = answer tokens of the batch.
 """
@@ -6,14 +7,16 @@ B = rows of a micro-batch, S = tokens of a row, N = answer tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from yuan_train.config.errors import PlanError
 from yuan_train.config.rl import AlgorithmConfig
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.attention import DocumentResets, resets_at
+from yuan_train.models.transformer import IGNORE_INDEX, Transformer
 from yuan_train.objectives.losses import (
     BatchTotals,
     aggregate,
@@ -23,7 +26,122 @@ from yuan_train.objectives.losses import (
     divergence,
     loss_penalty,
 )
+from yuan_train.parallel.apply import make_lane
+from yuan_train.parallel.device import Device
+from yuan_train.parallel.executor import Executor
+from yuan_train.parallel.groups import sum_over_world
+from yuan_train.rl.experience import Answers, Rows
+from yuan_train.train.engine import StepRequest, StepResult
+from yuan_train.train.feed import MicroBatch, Passes
 from yuan_train.train.objective import Targets
+from yuan_train.train.step import Trainer, forward_pass, recording, train_step
+
+
+class RowFeed(Passes):
+    """The micro-batches of one rank's pipeline, out of the rows that are to be trained or scored next;
+    `use` begins a batch, and how many tokens it trains is known where it is made."""
+
+    def __init__(self, *, micro_batch_size: int, device: Device) -> None:
+        super().__init__()
+        self._size = micro_batch_size
+        self._on_host = device.on_host
+        self._rows: Rows | None = None
+        self._first = 0
+
+    def use(self, rows: Rows, *, first: int) -> None:
+        """From now on rows are those of this batch; `first` is the first one of this rank's pipeline."""
+        self._rows, self._first = rows, first
+
+    def take(self, micro_batch: int) -> MicroBatch:
+        """Rows of a micro-batch; those beyond the batch are padding. `places_B` are the rows' numbers."""
+        rows = self._rows
+        assert rows is not None
+        first = self._first + micro_batch * self._size
+        numbers = torch.arange(first, first + self._size)
+        inside_B = numbers < rows.count
+        held = numbers.where(inside_B, 0)
+        tokens_BS = rows.tokens[held].where(inside_B.unsqueeze(1), 0)
+        targets_BS = rows.targets[held].where(inside_B.unsqueeze(1), IGNORE_INDEX)
+        # Padding behind a row's only answer is seen by none of its tokens.
+        resets = resets_at(rows.starts[held]) if rows.shared else DocumentResets()
+        experts_BSLK = None if rows.experts is None else rows.experts[held]
+        numbers = numbers.where(inside_B, -1)
+        place = self._on_host
+        return MicroBatch(
+            place(tokens_BS),
+            place(targets_BS),
+            resets.placed(place),
+            0,
+            numbers,
+            None if experts_BSLK is None else place(experts_BSLK),
+        )
+
+
+class Lanes:
+    """A trainer's lanes of as many micro-batches as a batch of rows needs."""
+
+    def __init__(self, trainer: Trainer, feed: RowFeed) -> None:
+        self.trainer = trainer
+        """Of the plan's own lane."""
+        self._feed = feed
+        self._answers = Answers([])
+        self._lanes: dict[tuple[int, ...], tuple[Trainer, tuple[int, ...]]] = {}
+
+    def train(self, rows: Rows, request: StepRequest) -> StepResult:
+        """One optimizer step on rows, as a request says but for its samples; see `train_step`."""
+        trainer = self._use(rows)
+        trainer.runtime.reducer.follow(trainer.runtime.program)
+        return train_step(trainer, replace(request, samples=self._answers, first_sample=0, stop=False))
+
+    def record(self, rows: Rows, count: int, numbers: Numbers, what: str) -> Tensor:
+        """The numbers of `count` tokens, or answers, under the weights as they are: fp64 [N] on the host.
+
+        Collective over all ranks.
+        """
+        trainer = self._use(rows)
+        runtime, recorder = (
+            trainer.runtime,
+            TokenRecorder(rows.place.to(trainer.device.torch), count, numbers),
+        )
+        with recording(trainer, recorder):
+            forward_pass(trainer, self._answers, first_sample=0, then=None)
+        # Each rank of a tensor-parallel group has recorded the same.
+        scores = recorder.scores * (runtime.coord.tensor_rank == 0)
+        sum_over_world(runtime.groups, runtime.coord, scores, f"the sum of {what}")
+        return scores
+
+    def _use(self, rows: Rows) -> Trainer:
+        """The trainer of a lane as long as rows need; the feed has them."""
+        grid = self.trainer.runtime.grid
+        pipelines = grid.plan.pipelines
+        room = sum(pipeline.num_sequences for pipeline in pipelines)
+        # Every replica of a stage has a micro-batch, if one of padding: a rank without any step ends none.
+        least = [max(map(len, grid.workers(p))) for p in range(len(pipelines))]
+        counts = tuple(
+            max(own, -(-pipeline.num_micro_batches * rows.count // room))
+            for own, pipeline in zip(least, pipelines, strict=True)
+        )
+        if counts not in self._lanes:
+            self._lanes[counts] = self._make_lane(counts)
+        trainer, counts = self._lanes[counts]
+        before = range(self.trainer.runtime.coord.pipeline)
+        self._feed.use(rows, first=sum(pipelines[p].micro_batch_size * counts[p] for p in before))
+        return trainer
+
+    def _make_lane(self, counts: tuple[int, ...]) -> tuple[Trainer, tuple[int, ...]]:
+        """The trainer of a lane of so many micro-batches of each pipeline, or of the plan's own lane."""
+        whole = self.trainer
+        planned = tuple(pipeline.num_micro_batches for pipeline in whole.runtime.grid.plan.pipelines)
+        if counts == planned:
+            return whole, planned
+        try:
+            runtime = make_lane(whole.runtime, counts)
+        except PlanError:
+            # Some schedules take some numbers only: the rows that are not needed are padding.
+            return whole, planned
+        executor = Executor(whole.runners, runtime.bridge, whole.stopwatch)
+        return replace(whole, runtime=runtime, executor=executor), counts
+
 
 SUMS = ("ratio", "clipped", "kl", "tokens", "gap", "first_tokens")
 """What `PolicyLoss.sums` adds up over tokens; `maxima` has the ratio and the gap. The gap is of the first
