@@ -32,8 +32,8 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import IGNORE_INDEX
 from yuan_train.rl import generator
 from yuan_train.rl.environment_worker import Calculator, PythonPrograms, TextSearch, calculate, is_right
-from yuan_train.rl.environments import Environments
 from yuan_train.rl.experience import Episode, Group, Sample, make_rows
+from yuan_train.rl.helpers import Environments
 from yuan_train.rl.sandbox import run_program
 
 ECHO = """\

@@ -33,9 +33,10 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.profile.units import ProfileCase, all_agree, num_layers_in_a_row, trimmed_mean
+from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.experience import Group, Sample, Ticket, make_rows
 from yuan_train.rl.generator import Drawing, Engine
-from yuan_train.rl.rewards import Scorers, answer_fields
+from yuan_train.rl.helpers import Scorers
 from yuan_train.rl.updates import token_advantages
 from yuan_train.schedule.schedules import forward_only
 from yuan_train.train.memory import release_free_memory

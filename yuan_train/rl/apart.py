@@ -41,7 +41,7 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, share_object, wait_for_world
 from yuan_train.parallel.links import take_weights
 from yuan_train.parallel.zero import EngineOptions
-from yuan_train.rl.collect import Collector
+from yuan_train.rl.collect import Collector, answer_fields
 from yuan_train.rl.engines import (
     Channel,
     EngineEnds,
@@ -56,7 +56,7 @@ from yuan_train.rl.engines import (
     weight_buckets,
     weight_link,
 )
-from yuan_train.rl.environments import Conversation, Environments, Said
+from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.generator import (
     Drawing,
@@ -67,9 +67,9 @@ from yuan_train.rl.generator import (
     make_engine,
     pipeline_group,
 )
+from yuan_train.rl.helpers import Environments, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob, check_supported, read_file
 from yuan_train.rl.reading_model import ReadingModel
-from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
 from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.agreement import settle_forms

@@ -1,20 +1,27 @@
-"""Makes a batch: draws answers, has them scored, and replaces groups of which nothing can be learned."""
+"""Makes a batch: draws answers, has them scored, and replaces groups of which nothing can be learned.
+
+With what reward functions get of answers, and the rewards that follow from their scores.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from yuan_train.config.errors import TrainingError, YuanError
-from yuan_train.data.prompts import Prompt
+from yuan_train.config.rl import RewardConfig
+from yuan_train.data.prompts import Prompt, text_of
+from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, wait_for_world
 from yuan_train.rl.engines import RemoteReadingModel
 from yuan_train.rl.experience import Group, Sample, Ticket, share_out
 from yuan_train.rl.generator import Drawing, Engine, Talk
+from yuan_train.rl.helpers import Scorers, Scores
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.reading_model import ReadingModel, score_error
-from yuan_train.rl.rewards import Scorers, Scores, answer_fields, reward_of
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
 
@@ -287,3 +294,58 @@ def _too_large(rewards: Sequence[float]) -> str | None:
     if not found:
         return None
     return f"an answer's reward is {found[0]:g}; wanted one within {LARGEST_REWARD:g}, or give reward.clip"
+
+
+def reward_of(
+    scores: Sequence[float | None], sample: Sample, config: RewardConfig, *, max_new_tokens: int
+) -> float:
+    """The reward of an answer: the weighted sum and what an environment gave, clipped; less the penalty of
+    its length.
+
+    Linear from 0 at `max_new_tokens - buffer` to `penalty` at `max_new_tokens`: DAPO, Yu et al. 2025
+    (arXiv 2503.14476, eq. 13). With `truncated`, that is the reward of an answer that reached the limit.
+    """
+    if config.truncated is not None and sample.ended == "limit":
+        return config.truncated
+    pairs = zip(config.weights, scores, strict=True)
+    total = sum(weight * score for weight, score in pairs if score is not None) + (sample.given or 0.0)
+    if config.clip is not None:
+        total = min(max(total, config.clip[0]), config.clip[1])
+    buffer = config.overlong.buffer
+    over = len(sample.ids) - (max_new_tokens - buffer)
+    return total - (config.overlong.penalty * over / buffer if buffer and over > 0 else 0.0)
+
+
+def answer_fields(
+    ticket: Ticket, samples: Sequence[Sample], tokenizer: Tokenizer | None
+) -> list[Mapping[str, Any]]:
+    """What reward functions get of each answer."""
+    prompt = ticket.prompt
+    assert prompt is not None
+    return [
+        {
+            **prompt.columns,
+            "prompt": prompt.text,
+            "completion": text_of(sample.said, tokenizer),
+            "answer": prompt.answer,
+            "prompt_ids": prompt.ids,
+            "completion_ids": sample.ids,
+            "ended": sample.ended,
+            "ticket": sample.ticket,
+            "sample": sample.number,
+            "turns": turns_of(sample, tokenizer),
+        }
+        for sample in samples
+    ]
+
+
+def turns_of(sample: Sample, tokenizer: Tokenizer | None) -> list[str]:
+    """The texts of an answer, the policy's and the environment's by turns, without what ends a turn."""
+    drawn = set(sample.drawn)
+    texts: list[str] = []
+    for is_drawn, group in itertools.groupby(range(len(sample.ids)), key=drawn.__contains__):
+        places = list(group)
+        is_whole = places[-1] + 1 < len(sample.ids) or sample.ended == "stop"
+        last = places[-1] if is_drawn and is_whole else places[-1] + 1
+        texts.append(text_of(sample.ids[places[0] : last], tokenizer))
+    return texts

@@ -36,12 +36,13 @@ from yuan_train.parallel.groups import guard_world_collective
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Move, local_slices, plan_holdings, transfer_table
 from yuan_train.rl.apart import Answered, Fleet
+from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.engines import EngineEnds
-from yuan_train.rl.environments import Conversation, Environments, Key, Said
+from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Sample, Ticket
 from yuan_train.rl.generator import AnswerUnderWay, Drawing, Turn
+from yuan_train.rl.helpers import Environments, Key, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.rewards import Scorers, Scores, ScoringThread, answer_fields
 from yuan_train.rl.scoring import Requests
 from yuan_train.rl.servers import InferenceServer, LostServer
 from yuan_train.train.build import DTYPES

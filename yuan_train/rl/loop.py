@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -27,20 +27,20 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.board import Board, RolePosition, join_role, meet
 from yuan_train.parallel.groups import enter_role, enter_world, sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
-from yuan_train.rl.collect import Collected, Collector
+from yuan_train.rl.collect import Collected, Collector, turns_of
 from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
 from yuan_train.rl.engines import RemoteReadingModel, RemoteReference, RemoteScores, fates_of, job_ranks
-from yuan_train.rl.environments import Conversation, Environments
+from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import Engine, make_engine, pipeline_group
+from yuan_train.rl.helpers import Environments, Helpers, helping, talking_rank
 from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.passes import PolicyLoss, RowFeed
 from yuan_train.rl.reading_model import ReadingModel
-from yuan_train.rl.rewards import Scorers, turns_of
 from yuan_train.rl.scoring import Requests
 from yuan_train.rl.updates import Updater, UpdateResult
-from yuan_train.train.agreement import agree_on_job, agreeing
+from yuan_train.train.agreement import agree_on_job
 from yuan_train.train.build import build, restore
 from yuan_train.train.ending import ending_together
 from yuan_train.train.engine import Progress, StepRecord, StepRequest, StepResult, World, step_metrics
@@ -247,49 +247,13 @@ def train_rl(job: RLJob) -> None:
                 yield
 
         # Before anything is built: a function that cannot be loaded ends the run at once.
-        with _helping(job) as helpers:
+        with helping(job) as helpers:
             with guarding(policy):
                 engine, progress = _build_engine(job, helpers, apart)
             with engine:
                 run_loop(job.policy, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
                 with guarding(policy):
                     engine.stop_roles()
-
-
-@dataclass(frozen=True)
-class Helpers:
-    """Processes that work for this rank."""
-
-    scorers: Scorers | None
-    """Of the reward functions, on rank 0; engines of their own score where they are, but what servers draw is
-    scored here."""
-    environments: Environments | None
-    """Those of a pipeline's answers, on its first rank; of what servers draw, on rank 0."""
-
-
-@contextmanager
-def _helping(job: RLJob) -> Iterator[Helpers]:
-    """While inside, they are there. Raises on all ranks what is wrong with one of a rank."""
-    rank = job.policy.position.rank
-    turns = job.run.turns
-    talks = turns is not None and _first_rank(job) == rank
-    scores = rank == 0 and (job.http is not None or not job.generates_apart)
-    scorers = Scorers(job.run.reward, job.prompts.columns) if scores else None
-    environments = Environments(turns) if turns is not None and talks else None
-    with ExitStack() as stack:
-        for helper in (scorers, environments):
-            with agreeing():
-                if helper is not None:
-                    stack.enter_context(helper)
-        yield Helpers(scorers, environments)
-
-
-def _first_rank(job: RLJob) -> int | None:
-    """That talks with environments: of this rank's pipeline, or to servers; None where other cards
-    generate."""
-    if job.generates_apart:
-        return 0 if job.http is not None else None
-    return min(job.policy.plan.pipeline_of(job.policy.position.rank).ranks)
 
 
 def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> tuple[PolicyEngine, Progress]:
@@ -588,7 +552,7 @@ def _make_engine(
     )
     if job.run.turns is None:
         return engine, None
-    first = _first_rank(job)
+    first = talking_rank(job)
     assert first is not None
     requests = Requests(trainer.runtime.coord, None, first, ranks)
     return engine, Conversation(job.run, job.policy.tokenizer, requests, environments)

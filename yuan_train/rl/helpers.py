@@ -1,8 +1,11 @@
-"""Scores of answers, made in processes of their own, and the rewards that follow from them."""
+"""Processes that work for a rank: those that score answers, and those that environments live in.
+
+Every answer has an environment of its own, in the process that its ticket chooses, so that a run is the same
+again.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
@@ -13,51 +16,64 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, Self
 
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.rl import RewardConfig
-from yuan_train.data.prompts import text_of
-from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.rl.experience import Sample, Ticket
+from yuan_train.config.rl import EnvironmentConfig, RewardConfig
+from yuan_train.rl.job import RLJob
+from yuan_train.train.agreement import agreeing
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 """How long a process may take to load the functions: a file may import what takes long."""
 READ_BYTES = 1 << 16
+LOOK_SECONDS = 0.1
+"""Between two looks at the clock."""
+
+Key = tuple[int | str, int]
+"""A ticket, and the number of an answer."""
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Of the answers to one prompt: a number per `RewardConfig.labels` of each, None where a function says
-    that an answer is not its own; or why there are none."""
+class Helpers:
+    """Processes that work for this rank."""
 
-    of_answers: tuple[tuple[float | None, ...], ...] = ()
-    error: str | None = None
+    scorers: Scorers | None
+    """Of the reward functions, on rank 0; engines of their own score where they are, but what servers draw is
+    scored here."""
+    environments: Environments | None
+    """Those of a pipeline's answers, on its first rank; of what servers draw, on rank 0."""
 
 
-def reward_of(
-    scores: Sequence[float | None], sample: Sample, config: RewardConfig, *, max_new_tokens: int
-) -> float:
-    """The reward of an answer: the weighted sum and what an environment gave, clipped; less the penalty of
-    its length.
+@contextmanager
+def helping(job: RLJob) -> Iterator[Helpers]:
+    """While inside, they are there. Raises on all ranks what is wrong with one of a rank."""
+    rank = job.policy.position.rank
+    turns = job.run.turns
+    talks = turns is not None and talking_rank(job) == rank
+    scores = rank == 0 and (job.http is not None or not job.generates_apart)
+    scorers = Scorers(job.run.reward, job.prompts.columns) if scores else None
+    environments = Environments(turns) if turns is not None and talks else None
+    with ExitStack() as stack:
+        for helper in (scorers, environments):
+            with agreeing():
+                if helper is not None:
+                    stack.enter_context(helper)
+        yield Helpers(scorers, environments)
 
-    Linear from 0 at `max_new_tokens - buffer` to `penalty` at `max_new_tokens`: DAPO, Yu et al. 2025
-    (arXiv 2503.14476, eq. 13). With `truncated`, that is the reward of an answer that reached the limit.
-    """
-    if config.truncated is not None and sample.ended == "limit":
-        return config.truncated
-    pairs = zip(config.weights, scores, strict=True)
-    total = sum(weight * score for weight, score in pairs if score is not None) + (sample.given or 0.0)
-    if config.clip is not None:
-        total = min(max(total, config.clip[0]), config.clip[1])
-    buffer = config.overlong.buffer
-    over = len(sample.ids) - (max_new_tokens - buffer)
-    return total - (config.overlong.penalty * over / buffer if buffer and over > 0 else 0.0)
+
+def talking_rank(job: RLJob) -> int | None:
+    """That talks with environments: of this rank's pipeline, or to servers; None where other cards
+    generate."""
+    if job.generates_apart:
+        return 0 if job.http is not None else None
+    return min(job.policy.plan.pipeline_of(job.policy.position.rank).ranks)
 
 
 @dataclass(eq=False)
@@ -112,6 +128,15 @@ class Worker:
                 pipe.close()
             except OSError:
                 pass
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of the answers to one prompt: a number per `RewardConfig.labels` of each, None where a function says
+    that an answer is not its own; or why there are none."""
+
+    of_answers: tuple[tuple[float | None, ...], ...] = ()
+    error: str | None = None
 
 
 @dataclass(eq=False)
@@ -344,36 +369,165 @@ def _scores(line: bytes) -> Scores:
     return Scores(tuple(tuple(row) for row in told["scores"]))
 
 
-def turns_of(sample: Sample, tokenizer: Tokenizer | None) -> list[str]:
-    """The texts of an answer, the policy's and the environment's by turns, without what ends a turn."""
-    drawn = set(sample.drawn)
-    texts: list[str] = []
-    for is_drawn, group in itertools.groupby(range(len(sample.ids)), key=drawn.__contains__):
-        places = list(group)
-        is_whole = places[-1] + 1 < len(sample.ids) or sample.ended == "stop"
-        last = places[-1] if is_drawn and is_whole else places[-1] + 1
-        texts.append(text_of(sample.ids[places[0] : last], tokenizer))
-    return texts
+@dataclass(frozen=True)
+class Said:
+    """What came of a call of an environment: `said`, `reward` and `done`, or `error`."""
+
+    key: Key
+    told: Mapping[str, Any]
 
 
-def answer_fields(
-    ticket: Ticket, samples: Sequence[Sample], tokenizer: Tokenizer | None
-) -> list[Mapping[str, Any]]:
-    """What reward functions get of each answer."""
-    prompt = ticket.prompt
-    assert prompt is not None
-    return [
-        {
-            **prompt.columns,
-            "prompt": prompt.text,
-            "completion": text_of(sample.said, tokenizer),
-            "answer": prompt.answer,
-            "prompt_ids": prompt.ids,
-            "completion_ids": sample.ids,
-            "ended": sample.ended,
-            "ticket": sample.ticket,
-            "sample": sample.number,
-            "turns": turns_of(sample, tokenizer),
-        }
-        for sample in samples
-    ]
+@dataclass(eq=False)
+class _Host(Worker):
+    """A process that environments live in."""
+
+    fault: str | None = None
+    """Why it cannot make an environment."""
+    deadlines: dict[Key, tuple[int, float]] = field(default_factory=dict[Key, tuple[int, float]])
+    """Of the calls that it is at, each with its number."""
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Environments:
+    """The processes that environments live in; as a context manager, they end with it.
+
+    A thread reads what they say and hands it to `deliver`. A process that does not answer in time is ended,
+    with all that live in it, and another takes its place.
+    """
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Raises ConfigError, when entered, if a process cannot make an environment."""
+        self._config = config
+        self._order = json.dumps({key: getattr(config, key) for key in ("name", "python", "folder")})
+        self._hosts: list[_Host] = []
+        self._lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._calls = 0
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._found: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self.deliver: Callable[[Said], None] = self._found.put
+        """Called by the thread."""
+
+    def __enter__(self) -> Self:
+        self._hosts = [self._start() for _ in range(self._config.workers)]
+        self._thread.start()
+        while not self._hosts[0].is_ready:
+            if (fault := self._hosts[0].fault) is not None:
+                self.__exit__(None, None, None)
+                raise ConfigError(f"environment: {fault}")
+            time.sleep(LOOK_SECONDS / 10)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ends = True
+        self._thread.join()
+        for host in self._hosts:
+            host.end()
+        self._selector.close()
+
+    def call(self, key: Key, request: Mapping[str, Any]) -> None:
+        """Have an environment reset or make a step; what comes of it is delivered."""
+        with self._lock:
+            host = self._host_of(key[0])
+            if host.fault is not None:
+                self.deliver(Said(key, {"error": host.fault}))
+                return
+            self._calls += 1
+            call = self._calls
+            host.deadlines[key] = (call, time.monotonic() + self._config.timeout)
+        self._write(host, {"id": [*key, call], **request})
+
+    def forget(self, ticket: int | str) -> None:
+        """Let go of the environments of a ticket; what its calls come to is not delivered any more."""
+        with self._lock:
+            host = self._host_of(ticket)
+            for key in [key for key in host.deadlines if key[0] == ticket]:
+                del host.deadlines[key]
+        self._write(host, {"forget": ticket})
+
+    def take(self) -> Said:
+        """The next that was delivered, unless `deliver` is another's; waits for it."""
+        return self._found.get()
+
+    def drain(self) -> None:
+        """Drop what was delivered and not taken."""
+        with self._lock:
+            while not self._found.empty():
+                self._found.get()
+
+    def _host_of(self, ticket: int | str) -> _Host:
+        return self._hosts[zlib.crc32(str(ticket).encode()) % len(self._hosts)]
+
+    def _write(self, host: _Host, request: Mapping[str, Any]) -> None:
+        line = json.dumps(request).encode() + b"\n"
+        # The thread finds a process that has ended, and says so of all its calls.
+        with host.writing, suppress(OSError, ValueError):
+            host.input.write(line)
+            host.input.flush()
+
+    def _start(self) -> _Host:
+        host = _Host.start("yuan_train.rl.environment_worker", self._order)
+        self._selector.register(host.output, selectors.EVENT_READ, host)
+        return host
+
+    def _run(self) -> None:
+        while not self._ends:
+            for key, _ in self._selector.select(LOOK_SECONDS):
+                host: _Host = key.data
+                if (lines := host.read()) is None:
+                    self._replace(host, "ended their process")
+                    continue
+                for line in lines:
+                    self._hear(host, json.loads(line))
+            now = time.monotonic()
+            for host in list(self._hosts):
+                with self._lock:
+                    late = host.is_ready and any(until < now for _, until in host.deadlines.values())
+                if late:
+                    seconds = f"environment.timeout ({self._config.timeout:g} s)"
+                    self._replace(host, f"took longer than {seconds}, or ended with one that did")
+                elif not host.is_ready and host.fault is None and now > host.deadline:
+                    self._give_up(host, f"were not made within {START_SECONDS:g} s")
+
+    def _hear(self, host: _Host, told: dict[str, Any]) -> None:
+        if "error" in told and not host.is_ready:
+            self._give_up(host, str(told["error"]))
+            return
+        if not host.is_ready:
+            with self._lock:
+                host.is_ready = True
+                until = time.monotonic() + self._config.timeout
+                host.deadlines = {key: (call, until) for key, (call, _) in host.deadlines.items()}
+            return
+        ticket, number, call = told.pop("id")
+        key = (ticket, number)
+        with self._lock:
+            if host.deadlines.get(key, (0, 0.0))[0] == call:
+                del host.deadlines[key]
+                self.deliver(Said(key, told))
+
+    def _replace(self, host: _Host, why: str) -> None:
+        """End a process, and start another; what it was asked has failed."""
+        if not host.is_ready:
+            self._give_up(host, why)
+            return
+        self._selector.unregister(host.output)
+        host.end()
+        with self._lock:
+            self._hosts[self._hosts.index(host)] = self._start()
+        self._fail(host, why)
+
+    def _give_up(self, host: _Host, why: str) -> None:
+        """Let a process go that could not make an environment: another one could not either."""
+        self._selector.unregister(host.output)
+        host.end()
+        with self._lock:
+            host.fault = why
+        self._fail(host, why)
+
+    def _fail(self, host: _Host, why: str) -> None:
+        with self._lock:
+            for key in host.deadlines:
+                self.deliver(Said(key, {"error": why}))
+            host.deadlines.clear()
