@@ -59,7 +59,7 @@ SAME_NAMES = {
 ROOMS = {
     "checkpoint": (10, 3052),
     "cli": (32, 6501),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
-    "config": (17, 6471),  # signals, of seven commands; experts that a rank holds, asked of a plan
+    "config": (17, 6466),  # signals, of seven commands; experts that a rank holds, asked of a plan
     "data": (11, 3096),
     "estimate": (5, 1055),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
@@ -67,15 +67,15 @@ ROOMS = {
     "megatron": (4, 1121),
     "models": (19, 3539),
     "objectives": (3, 306),
-    "parallel": (26, 7771),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "parallel": (26, 7770),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (52, 11988),  # servers that draw the answers; hosts beside many cards
     "profile": (5, 1410),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
-    "rl": (21, 7181),  # environments of what servers draw: a request a turn
+    "rl": (20, 7174),  # environments of what servers draw: a request a turn
     "schedule": (9, 2032),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (6, 1768),  # what is reset at document ends goes with the weights
     "supervise": (7, 2093),  # rounds without a meeting, seats, a lease of who is cut off
-    "train": (22, 6356),  # it is noted how long a rank stood still
+    "train": (21, 6333),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

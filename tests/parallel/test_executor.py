@@ -11,9 +11,8 @@ import torch
 
 from tests.support.fake_card import FakeCard
 from yuan_train.config.devices import Simulated
-from yuan_train.parallel.device import CPU
+from yuan_train.parallel.device import CPU, begin_copy, make_link
 from yuan_train.parallel.executor import WARM_UP_PIECES, Executor, Stopwatch
-from yuan_train.parallel.tiers.slab import begin_copy, make_link
 from yuan_train.schedule.schedules import forward_only, make_schedule
 from yuan_train.schedule.step import one_worker_each
 

@@ -18,8 +18,8 @@ from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.parallel import transport
+from yuan_train.parallel.device import HostLinks
 from yuan_train.parallel.tiers.optimizer import HostChunk
-from yuan_train.parallel.tiers.slab import HostLinks
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
 

@@ -23,9 +23,8 @@ from yuan_train.config.devices import CATALOGUE, GIB
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute, SearchConfig
-from yuan_train.parallel.device import CPU
+from yuan_train.parallel.device import CPU, HostLinks, begin_copy, make_link
 from yuan_train.parallel.tiers.optimizer import HostChunk
-from yuan_train.parallel.tiers.slab import HostLinks, begin_copy, make_link
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.costs.workload import STATE_BYTES

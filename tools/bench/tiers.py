@@ -16,13 +16,13 @@ from dataclasses import replace
 import torch
 
 from tools.bench.harness import Row, case
-from yuan_train.parallel.device import CPU
+from yuan_train.parallel.device import CPU, make_links
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.tiers.slab import HostSlab, make_links
+from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.planner.evaluate.simulator import (
     PageTimes,
     PartTimes,

@@ -264,12 +264,11 @@ def measure_batch(run: RLConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer
     with Scorers(run.reward) as scorers:
         for _ in range(1 + BATCHES):
             start = time.perf_counter()
-            scorers.score(
-                [
-                    answer_fields(Ticket(0, prompt.ids, len(samples), prompt), samples, tokenizer)
-                    for prompt, samples in groups
-                ]
-            )
+            fields = [
+                answer_fields(Ticket(0, prompt.ids, len(samples), prompt), samples, tokenizer)
+                for prompt, samples in groups
+            ]
+            scorers.score(fields)
             scored = time.perf_counter()
             rewards = tuple(float(i) for i in range(run.algorithm.group))
             whole = [
