@@ -57,7 +57,7 @@ SAME_NAMES = {
 }
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (10, 3052),
+    "checkpoint": (10, 3052),  # which one a run begins with, which train asked
     "cli": (32, 6501),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (17, 6466),  # signals, of seven commands; experts that a rank holds, asked of a plan
     "data": (11, 3096),
@@ -68,7 +68,7 @@ ROOMS = {
     "models": (19, 3539),
     "objectives": (3, 306),
     "parallel": (26, 7770),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (52, 11988),  # servers that draw the answers; hosts beside many cards
+    "planner": (49, 12000),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1410),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (20, 7174),  # environments of what servers draw: a request a turn
