@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.models import tiny_model
-from tools.bench.problems import endless, large_problem
+from tools.bench.problems import endless, large_problem, mixed_problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan_constraints import validate_plan
@@ -152,6 +152,17 @@ def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts()
     assert best.cost.fits
     stages = [stage for one in best.plan.pipelines for stage in one.stages]
     assert sum(stage.optimizer_offload > 0.0 for stage in stages) > len(stages) / 2
+
+
+def test_what_hosts_have_no_room_for_is_recomputed_on_few_cards() -> None:
+    problem = mixed_problem(200)
+    problem = replace(problem, model=replace(problem.model, num_layers=74))
+    own, optimizer, room = islands._state_of(make_costs(problem))
+    assert own + optimizer > room
+    best = search_plan(problem, SearchConfig(effort="quick"), micro_batch_size=1).best
+    # It takes 611 s where stages put state on hosts that have no room for it, and drafts are drawn alike.
+    assert best.cost.fits
+    assert best.step_seconds < 400
 
 
 def test_the_nearest_plan_is_taken_where_a_search_meets_none_that_fits(

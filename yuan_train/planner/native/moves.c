@@ -829,7 +829,7 @@ enum deal { TO_ONE, IN_RUNS, IN_TURNS };
 
 /* Groups of the cards of a type, the largest nodes first, to the pipelines' ends. */
 static void deal_type(struct search *search, struct draft *draft, int32_t type, int32_t width, enum deal deal,
-                      int32_t runs_only_whole)
+                      int32_t runs_only_whole, int32_t takes_rest)
 {
     const struct problem *problem = search->problem;
     int32_t *groups = search->groups, count = 0, target = draw(search, draft->num_pipelines);
@@ -840,13 +840,12 @@ static void deal_type(struct search *search, struct draft *draft, int32_t type, 
         for (int32_t i = 0; i < problem->num_pools; i++) {
             if (problem->pools[i].type != type || problem->pools[i].count != cards)
                 continue;
-            int32_t own = width;
-            while (own > 1 && !can_be(search, i, own, draft->pipelines[0].size))
-                own /= 2;
-            for (int32_t j = 0; j < cards / own; j++) {
-                search->group_widths[count] = own;
-                groups[count++] = i;
-            }
+            int32_t left = cards;
+            for (int32_t own = width; own && left; own = takes_rest || left == cards ? own / 2 : 0)
+                for (; left >= own && (own == 1 || can_be(search, i, own, draft->pipelines[0].size)); left -= own) {
+                    search->group_widths[count] = own;
+                    groups[count++] = i;
+                }
         }
     int32_t each = count / draft->num_pipelines;
     int32_t used = runs_only_whole ? each * draft->num_pipelines : count;
@@ -879,9 +878,10 @@ static void gather_replicas(struct search *search, struct draft *draft, int32_t 
         }
 }
 
-static void deal_types(struct search *search, struct draft *draft, int32_t is_wide)
+static void deal_types(struct search *search, struct draft *draft, int32_t is_frugal)
 {
     const struct problem *problem = search->problem;
+    int32_t is_wide = is_frugal && is_large(problem);
     int32_t types = 0, is_even = draw(search, 3), one_width = draw(search, 2) ? draw_width(search) : 0;
     for (int32_t i = 0; i < problem->num_pools; i++)
         if (problem->pools[i].type >= types)
@@ -895,10 +895,10 @@ static void deal_types(struct search *search, struct draft *draft, int32_t is_wi
     for (int32_t i = 0; i < types; i++) {
         int32_t how = is_even ? 2 + 2 * draw(search, 2) : draw(search, 5);
         int32_t width = is_wide ? 4 << draw(search, 3) : one_width ? one_width : draw_width(search);
-        if (!is_wide && !search->space->uses_all && draw(search, 10) == 0)
+        if (!is_frugal && !search->space->uses_all && draw(search, 10) == 0)
             continue;
         enum deal deal = how == 0 ? TO_ONE : how < 4 ? IN_RUNS : IN_TURNS;
-        deal_type(search, draft, order[i], width, deal, how > 1 && !search->space->uses_all);
+        deal_type(search, draft, order[i], width, deal, how > 1 && !search->space->uses_all, is_frugal && !is_wide);
     }
 }
 
@@ -968,7 +968,7 @@ int draw_start(struct search *search, struct draft *draft)
         return 0;
     for (int32_t p = 0; p < draft->num_pipelines; p++) {
         deal_layers(search, draft, p);
-        if (is_large(search->problem) && !search->space->uses_all && !drop_empty_stages(search, draft, p))
+        if (search->most_copies && !search->space->uses_all && !drop_empty_stages(search, draft, p))
             return 0;
     }
     return 1;

@@ -60,6 +60,9 @@ static void offload_some(struct search *search, struct draft *draft, int32_t p, 
         stage->offload = 0.0;
     else if (needed < most)
         stage->offload = min_of(1.0, ceil(1000.0 * needed / most) / 1000.0);
+    /* What the hosts have no room for has to be recomputed instead. */
+    if (search->fills_cards && price->disk_bytes <= 0.0 && price->host_bytes > 0.0)
+        stage->offload = min_of(stage->offload, floor(1000.0 * price->host_capacity / price->host_bytes) / 1000.0);
 }
 
 static double mean_of_layers(const struct problem *problem, const double *sums)

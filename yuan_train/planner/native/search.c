@@ -380,7 +380,8 @@ static double descend_by_types(struct search *search, struct draft *draft, doubl
     return step;
 }
 
-/* What the memory of all cards suffices for: copies of parameters and gradients, one at least, and all state once. */
+/* What the memory of all cards suffices for: copies of parameters and gradients, one at least, and all state once.
+ * On few cards, where searches are long, drafts are drawn by it only if it does not suffice for that. */
 static void measure_memory(struct search *search)
 {
     const struct problem *problem = search->problem;
@@ -394,8 +395,9 @@ static void measure_memory(struct search *search)
             copy = width * (own->parameter_bytes[units] + own->gradient_bytes[units]);
             optimizer = width * own->optimizer_bytes[units] / problem->num_islands;
         }
-    search->most_copies = room < copy * problem->num_cards ? (int32_t)max_of(room / copy, 1.0) : problem->num_cards;
     search->fills_cards = copy + optimizer > room;
+    if (search->fills_cards || is_large(problem))
+        search->most_copies = room < copy * problem->num_cards ? (int32_t)max_of(room / copy, 1.0) : problem->num_cards;
 }
 
 /* On many cards random drafts differ more than descents gain: many are priced, and few annealed. */
@@ -404,7 +406,6 @@ static void run_large_search(struct search *search, struct found *starts, const 
     enum { ANNEALED = 5, BY_TYPES = 8 };
     int64_t budget = wish->budget;
     struct draft *draft = &search->candidate;
-    measure_memory(search);
     if (wish->deals)
         find_starts(search, starts, wish);
     else
@@ -465,6 +466,7 @@ int search_drafts(struct evaluator *evaluator, const struct space *space, const 
         starts.drafts[i] = take_draft(problem, arena);
     found->count = 0;
     evaluator->is_searching = 1;
+    measure_memory(&search);
     if (is_large(problem))
         run_large_search(&search, &starts, wish);
     else
