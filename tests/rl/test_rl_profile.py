@@ -46,8 +46,11 @@ def test_rounds_and_readings_of_the_real_engine(tmp_path: Path) -> None:
     assert (own.device_type, own.tensor_parallel) == ("Half", 1)
     assert (own.group, own.prompt_tokens) == (4, 6)
     assert own.slots == (4, 8) and own.prompts == (1, 2)
-    assert all(0 < seconds for row in own.layer_seconds for seconds in row)
-    assert all(0 < seconds for seconds in (*own.head_seconds, *own.prompt_layer_seconds))
+    # A layer is the difference of two noisy times, which may be nothing on a busy machine.
+    rounds = zip(own.layer_seconds, own.engine_seconds, own.head_seconds, strict=True)
+    readings = zip(own.prompt_layer_seconds, own.prompt_engine_seconds, strict=True)
+    assert all(0 < layer + engine for row, engine, _ in rounds for layer in row)
+    assert all(0 < layer + engine for layer, engine in readings) and all(0 < one for one in own.head_seconds)
 
 
 @pytest.mark.slow

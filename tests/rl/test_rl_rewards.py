@@ -204,10 +204,15 @@ def test_a_file_that_cannot_be_loaded_is_told_at_the_start(tmp_path: Path) -> No
 
 
 def slow_file(folder: Path, *, fails: bool = False) -> RewardFunction:
-    """A function whose file takes 4 s to import, or cannot be imported, except the first time; on 0 it hangs,
-    on -1 it ends its process."""
+    """A function whose file waits a minute for `slow.py.go` and takes 4 s more to import, or cannot be
+    imported, except the first time; on 0 it hangs, on -1 it ends its process."""
     file = folder / "slow.py"
-    again = "raise ImportError('changed')" if fails else "time.sleep(4)"
+    slowly = (
+        "end = time.monotonic() + 60\n"
+        "    while not os.path.exists(__file__ + '.go') and time.monotonic() < end:\n        time.sleep(0.1)\n"
+        "    time.sleep(4)"
+    )
+    again = "raise ImportError('changed')" if fails else slowly
     file.write_text(
         f"import os, time\n"
         f"marker = __file__ + '.loaded'\n"
@@ -228,7 +233,8 @@ def test_a_file_that_takes_longer_to_import_than_the_timeout_loses_no_group(tmp_
     with Scorers(config) as scorers:
         began = time.monotonic()
         found = scorers.score([[fields(ticket=n)] for n in range(1, 7)])
-        assert time.monotonic() - began < 4, "nobody waits for the second process"
+        assert time.monotonic() - began < 60, "nobody waits for the second process"
+        (tmp_path / "slow.py.go").touch()
         assert [scores.of_answers for scores in found] == [((float(n),),) for n in range(1, 7)]
         lost, *others = scorers.score([[fields(ticket=n)] for n in (0, 1, 2, 3)])
         assert lost.error is not None and "took longer than reward.timeout (2 s)" in lost.error
