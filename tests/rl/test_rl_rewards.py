@@ -209,8 +209,8 @@ def slow_file(folder: Path, *, fails: bool = False) -> RewardFunction:
     file = folder / "slow.py"
     slowly = (
         "end = time.monotonic() + 60\n"
-        "    while not os.path.exists(__file__ + '.go') and time.monotonic() < end:\n        time.sleep(0.1)\n"
-        "    time.sleep(4)"
+        "    while not os.path.exists(__file__ + '.go') and time.monotonic() < end:\n"
+        "        time.sleep(0.1)\n    time.sleep(4)"
     )
     again = "raise ImportError('changed')" if fails else slowly
     file.write_text(
