@@ -96,7 +96,7 @@ def test_overrides_reach_the_search(tmp_path):
             2,
             "name different models (num_layers",
         ),
-        (["--model", str(CONFIGS / "model" / "yuan2-51b.yaml")], 3, "no plan fits. Nearest: "),
+        (["--model", str(CONFIGS / "model" / "yuan2-51b.yaml")], 3, " on all cards. Nearest: "),
         (["--model", TINY, "--profile", "none.json"], 2, "none.json: no such file"),
     ],
 )

@@ -22,6 +22,7 @@ from yuan_train.planner.search.candidate import Space
 from yuan_train.planner.search.find import Plans
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options, wanted_shapes
+from yuan_train.planner.search.shortfall import most_copies, state_of
 
 
 def group(device: str, count: int, devices: int, bandwidth: float) -> NodeGroup:
@@ -146,7 +147,7 @@ def test_hosts_help_many_cards_whose_memory_state_fills() -> None:
 def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts() -> None:
     problem = large_problem(64, irregular=True)
     problem = replace(problem, global_batch_size=64, model=replace(problem.model, num_layers=200))
-    own, optimizer, room = islands._state_of(make_costs(problem))
+    own, optimizer, room = state_of(make_costs(problem), problem.cluster.cards)
     assert own + optimizer > room
     best = search_plan(problem, SearchConfig(), micro_batch_size=1).best
     assert best.cost.fits
@@ -157,7 +158,7 @@ def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts()
 def test_what_hosts_have_no_room_for_is_recomputed_on_few_cards() -> None:
     problem = mixed_problem(200)
     problem = replace(problem, model=replace(problem.model, num_layers=74))
-    own, optimizer, room = islands._state_of(make_costs(problem))
+    own, optimizer, room = state_of(make_costs(problem), problem.cluster.cards)
     assert own + optimizer > room
     best = search_plan(problem, SearchConfig(effort="quick"), micro_batch_size=1).best
     # It takes 611 s where stages put state on hosts that have no room for it, and drafts are drawn alike.
@@ -181,9 +182,10 @@ def test_the_nearest_plan_is_taken_where_a_search_meets_none_that_fits(
     best = search_plan(problem, SearchConfig(), micro_batch_size=1).best
     assert best.cost.fits
     assert not list(validate_plan(best.plan))
-    # Three times the layers are more than cards and hosts hold together.
+    # Three times the layers are more than cards and hosts hold together: nothing is searched.
+    monkeypatch.setattr("yuan_train.planner.search.search.find_plans", None)
     problem = replace(problem, model=replace(problem.model, num_layers=600))
-    with pytest.raises(NoPlanFits, match="Nearest"):
+    with pytest.raises(NoPlanFits, match=r"no plan fits: .* TiB on all cards\. Nearest"):
         search_plan(problem, SearchConfig(), micro_batch_size=1)
 
 
@@ -193,8 +195,8 @@ def test_islands_are_as_many_as_memory_suffices_for() -> None:
 
     def most(**keys: Any) -> int:
         options = read_options(SearchConfig(**keys), micro_batch_size=1, model=problem.model, num_cards=96)
-        return islands._most_islands(costs, options)
+        return most_copies(costs, problem.cluster.cards, options)
 
-    own, optimizer, room = islands._state_of(costs)
+    own, optimizer, room = state_of(costs, problem.cluster.cards)
     assert most() >= most(offload=()) >= most(offload=(), optimizer_sharding=(False,)) > 0
     assert (most(offload=(), optimizer_sharding=(False,)) + 1) * (own + optimizer) > room

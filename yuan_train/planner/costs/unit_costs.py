@@ -559,7 +559,6 @@ def _scaled(
 
 def _on_line(layer: UnitCost, bare: UnitCost, whole: UnitCost, share: float) -> UnitCost:
     """The layer with seconds between those of a bare and a whole one."""
-
     names = ("forward_seconds", "backward_seconds", "weight_seconds")
     ends = {name: (getattr(bare, name), getattr(whole, name)) for name in names}
     return replace(layer, **{name: low + max(high - low, 0.0) * share for name, (low, high) in ends.items()})

@@ -318,7 +318,10 @@ def memory_with_pages(
     """The bytes of a card in a pipeline of groups, if it is one, without what its host holds."""
     if pages is None and pipeline.page_group == 1:
         return memory
-    memory = replace(memory, buffers=memory.buffers + _group_bytes(pipeline, stage, boundary_bytes))
+    # Messages of a group on both edges, and a gradient of each hidden state.
+    num_edges = (not stage.embedding) + (not stage.head)
+    more = (pipeline.page_group - 1) * boundary_bytes * (1 + num_edges * MESSAGES_PER_EDGE)
+    memory = replace(memory, buffers=memory.buffers + more)
     if pages is None:
         return memory
     return replace(
@@ -327,12 +330,6 @@ def memory_with_pages(
         gradients=memory.gradients - pages.gradient_bytes,
         optimizer=memory.optimizer - pages.optimizer_bytes * (1.0 - stage.optimizer_offload),
     )
-
-
-def _group_bytes(pipeline: PipelinePlan, stage: StagePlan, boundary_bytes: float) -> float:
-    """What a stage holds more for a group: messages on both edges, and a gradient of each hidden state."""
-    num_edges = (not stage.embedding) + (not stage.head)
-    return (pipeline.page_group - 1) * boundary_bytes * (1 + num_edges * MESSAGES_PER_EDGE)
 
 
 def pipeline_pages(pipeline: PipelinePlan, shape: ProgramShape) -> Mapping[int, PagedGroups]:

@@ -104,9 +104,8 @@ def role_lines(placement: Placement, plan: RlPlan) -> list[str]:
             f"{'...' if len(own.pipelines) > 4 else ''} stages, peak {show_bytes(peak)} a card"
         )
     generation = placement.generation
-    same = Counter(
-        zip(engines_words(generation), (round(share, 3) for share in generation.shares), strict=True)
-    )
+    shares = [round(share, 3) for share in generation.shares]
+    same = Counter(zip(engines_words(generation), shares, strict=True))
     what = "server" if generation.served else "engine"
     lines += [
         f"{count} x {what}: {words}, {share:.1%} of the prompts" for (words, share), count in same.items()

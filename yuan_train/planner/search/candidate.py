@@ -114,7 +114,6 @@ def beside_cards(plan: Plan) -> int:
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The fastest MAX_FINALISTS, fastest first; equals (to 9 digits) by fewer cards, then by their text. The
     fastest that uses no more beside the cards than some number (`beside_cards`) stays, however slow."""
-
     ordered = sorted(candidates, key=lambda c: c.step_seconds)
     finalists = ordered[:MAX_FINALISTS]
     for candidate in ordered[MAX_FINALISTS:]:

@@ -28,6 +28,7 @@ from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.drafts import FEW_CARDS, draft_space
 from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options
+from yuan_train.planner.search.shortfall import most_copies, state_of
 
 MOST_ISLAND_CARDS, LEAST_ISLAND_CARDS = 256, 24
 """Of an island; where the cluster has no more than the most, the whole is one too."""
@@ -75,11 +76,6 @@ class _Island:
     rows: tuple[object, ...] = ()
     """What the drafts point to."""
 
-    @property
-    def may_use_hosts(self) -> bool:
-        """Whether the search keys allow any of it."""
-        return bool(self.beside.may_offload or self.beside.may_send)
-
     def searched(self, budget: int, seed: int) -> _Island:
         """The same, with what a search of so much more found."""
         num_cards = min(self.tables.problem.num_cards, MOST_ISLAND_CARDS)
@@ -101,29 +97,11 @@ def search_islands(space: Space) -> list[Candidate]:
     found = _searched_longer(space, searched, budgets)
     if found and not space.is_over():
         found[0] = found[0].searched(budgets.longer // 2, seed=3)
-    own, optimizer, room = _state_of(costs)
+    own, optimizer, room = state_of(costs, cards)
     if not found or found[0].count * own + optimizer > MUCH_STATE * room:
         known = found[:1] or searched[: budgets.num_finalists]
         found = [*_searched_beside(space, known, budgets), *found]
     return list(_plans_of_all(space, found))
-
-
-def _state_of(costs: Costs) -> tuple[float, float, float]:
-    """Bytes of parameters with their gradients, which each island has; of optimizer state; and of memory."""
-    cards = costs.problem.cluster.cards
-    units = costs.of(cards[0].type, 1, "none").units
-    own = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
-    room = sum(costs.problem.room_bytes(card.type) for card in cards)
-    return own, sum(unit.optimizer_bytes for unit in units), room
-
-
-def _most_islands(costs: Costs, options: Options) -> int:
-    """The number up to which all may have room, with optimizer state on hosts as far as that may be."""
-    own, optimizer, room = _state_of(costs)
-    hosts = sum(costs.host_of(card).memory_bytes for card in costs.problem.cluster.cards)
-    beside = math.inf if options.offload_disk else hosts if options.offload else 0.0
-    once, each = (optimizer, own) if True in options.sharded else (0.0, own + optimizer)
-    return max(0, int(min((room + beside - once) / each, room / own)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +151,8 @@ def _searched_longer(space: Space, searched: Sequence[_Island], budgets: _Budget
 def _searched_beside(space: Space, islands: Sequence[_Island], budgets: _Budgets) -> list[_Island]:
     """The best of some islands after searches with hosts; none if nothing fits. Copies of activations, whose
     drafts take many times as long to price, wait until no more is gained by optimizer state there."""
-    state = [replace(one, space=one.beside.changed(may_send=0)) for one in islands if one.may_use_hosts]
+    may_use = [one for one in islands if one.beside.may_offload or one.beside.may_send]
+    state = [replace(one, space=one.beside.changed(may_send=0)) for one in may_use]
     found = _while_it_gains(space, state, budgets, seed=4)
     if any(one.beside.may_send for one in found):
         found = _while_it_gains(space, [replace(one, space=one.beside) for one in found], budgets, seed=20)
@@ -220,7 +199,7 @@ def _is_special(options: Options) -> bool:
 def _counts(costs: Costs, num_cards: int, options: Options, num_cuts: int) -> Iterator[int]:
     """Numbers of islands, the fewest first: each divides one of the groups without much rest."""
     groups = costs.problem.cluster.nodes
-    holding = _most_islands(costs, options)
+    holding = most_copies(costs, costs.problem.cluster.cards, options)
     fewest = min(-(-num_cards // MOST_ISLAND_CARDS), -(-holding // SPARE))
     most = min(max(num_cards // LEAST_ISLAND_CARDS, fewest), holding, costs.problem.global_batch_size)
     if not fewest:

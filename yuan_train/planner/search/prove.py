@@ -14,7 +14,6 @@ from ctypes import c_int16
 from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.evaluator import MAX_REPLICAS, ProofShape, ProofSlot
 from yuan_train.planner.native.pipelines import NAMES
@@ -93,7 +92,9 @@ def _proof_shape(tables: Tables, shape: Shape) -> ProofShape:
         row.alike = alike.setdefault((tuple(own), row.width, row.num_replicas), len(alike))
         row.block, row.block_kind = blocks[i], kinds[i]
         row.pools = (c_int16 * len(own))(*own)
-    first, last = _needs_layers(tables.costs, shape)
+    # Whether the embedding, and the head, are no work for a stage of its own.
+    ends = [tables.costs.of_replica(slot[0][0], shape.micro_batch_size, "none").units for slot in shape.slots]
+    first, last = (not any(units[i].seconds + units[i].state_bytes for units in ends) for i in (0, -1))
     return ProofShape(
         NAMES.index(shape.schedule),
         tables.sizes.index(shape.micro_batch_size),
@@ -105,13 +106,6 @@ def _proof_shape(tables: Tables, shape: Shape) -> ProofShape:
         len(shape.slots),
         slots,
     )
-
-
-def _needs_layers(costs: Costs, shape: Shape) -> tuple[bool, bool]:
-    """Whether the embedding, and the head, are no work for a stage of its own."""
-    parts = [costs.of_replica(slot[0][0], shape.micro_batch_size, "none").units for slot in shape.slots]
-    first, last = (not any(units[i].seconds + units[i].state_bytes for units in parts) for i in (0, -1))
-    return first, last
 
 
 def _blocks(tables: Tables, shape: Shape, pools: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

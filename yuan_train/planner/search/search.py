@@ -17,6 +17,7 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.search import shortfall
 from yuan_train.planner.search.bounds import Bound, lower_bound
 from yuan_train.planner.search.candidate import keep_to_cards, passed_over, prefer_simple, simplicity_note
 from yuan_train.planner.search.find import Candidate, Plans, Space, TimeLimit, even_split, find_plans
@@ -29,7 +30,6 @@ from yuan_train.planner.search.search_result import (
     with_forecast,
 )
 from yuan_train.planner.search.shapes import Options, as_plain, read_options
-from yuan_train.planner.search.shortfall import describe_no_shape, describe_shortfall, nearest_plans
 
 BRIEF = 1 / 8
 """Of the effort, what a search that is not thorough takes."""
@@ -82,7 +82,10 @@ def _search(
     closing = min(CLOSING_SECONDS_PER_CARD * len(problem.cluster.cards), time_limit / 2)
     limit = TimeLimit(clock, clock(), time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
-    space, plans = find_plans(make_costs(problem), cards, options, limit)
+    costs = make_costs(problem)
+    if not options.offload_parameters and not shortfall.most_copies(costs, cards, options):
+        raise NoPlanFits(shortfall.describe_shortfall(costs, cards, options))
+    space, plans = find_plans(costs, cards, options, limit)
     if not plans.ranked:
         plans = replace(plans, ranked=_nearest(space, plans, time_limit))
     kept, faster = keep_to_cards(plans.ranked) if options.keeps_to_cards else (plans.ranked, None)
@@ -137,12 +140,12 @@ def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
     if not plans.shapes and not plans.num_simulated:
-        raise ConfigError(describe_no_shape(costs.problem, options, cards))
+        raise ConfigError(shortfall.describe_no_shape(costs.problem, options, cards))
     if plans.any_fits:
         raise NoPlanFits(NO_VIRTUAL_STAGES)
-    near = nearest_plans(space)
+    near = shortfall.nearest_plans(space)
     if not near:
-        raise NoPlanFits(describe_shortfall(costs, cards, options))
+        raise NoPlanFits(shortfall.describe_shortfall(costs, cards, options))
     return near
 
 

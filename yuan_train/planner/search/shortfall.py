@@ -12,7 +12,7 @@ from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.host import disk_bytes, host_bytes, slot_bytes
 from yuan_train.planner.costs.plan_problem import PlanProblem, Replica
-from yuan_train.planner.costs.unit_costs import Costs
+from yuan_train.planner.costs.unit_costs import Costs, without_critic
 from yuan_train.planner.evaluate.plan_cost import cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.candidate import Candidate, Space, judge, rank
@@ -21,6 +21,24 @@ from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan
 
 _Miss = tuple[float, Plan, StageCost]
 """What a stage needs in parts of what a plan may fill of its card, the plan, and the stage: it lacks most."""
+
+
+def state_of(costs: Costs, cards: Sequence[Card]) -> tuple[float, float, float]:
+    """Bytes of parameters with their gradients, which each copy of the model has; of optimizer state; and of
+    the memory of all cards. A tied matrix counts once, and no critic's state, part of which may be shared."""
+    units = [without_critic(unit) for unit in costs.of(cards[0].type, 1, "none").units[costs.ties :]]
+    own = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
+    room = sum(costs.problem.room_bytes(card.type) for card in cards)
+    return own, sum(unit.optimizer_bytes for unit in units), room
+
+
+def most_copies(costs: Costs, cards: Sequence[Card], options: Options) -> int:
+    """Of the model, for which there may be room, with optimizer state on hosts as far as that may be."""
+    own, optimizer, room = state_of(costs, cards)
+    hosts = sum(costs.host_of(card).memory_bytes for card in cards)
+    beside = math.inf if options.offload_disk else hosts if options.offload else 0.0
+    once, each = (optimizer, own) if True in options.sharded else (0.0, own + optimizer)
+    return max(0, int(min((room + beside - once) / each, room / own)))
 
 
 def nearest_plans(space: Space) -> list[Candidate]:
@@ -42,9 +60,9 @@ def describe_shortfall(costs: Costs, cards: Sequence[Card], options: Options) ->
     replica, count = stage.replicas[0], len(plan.pipelines[0].stages)
     name = stage.card.name + (f" and {len(replica) - 1} more" if len(replica) > 1 else "")
     text = (
-        f"no plan fits. Nearest: {count} stage{'s' * (count > 1)}; stage {stage.stage} ({name}, "
-        f"{stage.card.type}, {_unit_words(stage)}) needs {show_bytes(stage.memory.total)} of "
-        f"{_memory_words(costs, stage.card)}"
+        f"no plan fits{_state_words(costs, cards, options)}. Nearest: {count} stage{'s' * (count > 1)}; "
+        f"stage {stage.stage} ({name}, {stage.card.type}, {_unit_words(stage)}) needs "
+        f"{show_bytes(stage.memory.total)} of {_memory_words(costs, stage.card)}"
     )
     if options.offload:
         text += f" with its optimizer state on the host{_host_words(costs, replica)}"
@@ -142,6 +160,14 @@ def _most_away(costs: Costs, card: Card, *, on_disk: bool) -> float:
         return on_host
     beside = (host.memory_bytes - slot_bytes(precision, math.inf)) / host_bytes(precision)
     return on_host if beside < 0.0 else max(on_host, beside + host.disk_bytes / disk_bytes(precision))
+
+
+def _state_words(costs: Costs, cards: Sequence[Card], options: Options) -> str:
+    """What the model takes, where no cut of it and no hosts could make room, as text."""
+    if options.offload_parameters or most_copies(costs, cards, options):
+        return ""
+    own, optimizer, room = map(show_bytes, state_of(costs, cards))
+    return f": {own} of parameters and gradients, {optimizer} of optimizer state, {room} on all cards"
 
 
 def _host_words(costs: Costs, replica: Replica) -> str:
