@@ -291,13 +291,16 @@ def test_search_keys_without_a_solution_are_refused(search, words):
 
 def test_more_cards_than_parts_of_the_model():
     many = problem(cluster(Fast=(12, card())))
-    with pytest.raises(ConfigError, match="pipelines of at least 12 cards, but the model has only 10 parts"):
+    with pytest.raises(ConfigError, match="12 cards, .* that uses every card, with at most 10 stages"):
         find(many, use_all_devices=True, pipelines=(1,), tensor=(1,), replicas=(1,))
     assert (
         len(find(many, use_all_devices=True, pipelines=(1, 2), tensor=(1,), replicas=(1,)).best.plan.ranks)
         == 12
     )
     assert len(find(many, pipelines=(1,), tensor=(1,), replicas=(1,)).best.plan.ranks) <= 10
+    # No equal pipelines of at most 10 stages have 23 cards; unlike ones do.
+    unlike = find(problem(cluster(Fast=(23, card()))), use_all_devices=True, tensor=(1,), replicas=(1,))
+    assert len(unlike.best.plan.ranks) == 23
 
 
 def test_values_of_a_list_that_cannot_run_are_dropped():

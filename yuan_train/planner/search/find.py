@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.errors import ConfigError
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, rank
@@ -57,7 +55,7 @@ def find_plans(
 
 
 def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
-    """(shapes, at most so many, whether these are all). Raises ConfigError if none is allowed."""
+    """(shapes, at most so many, whether these are all)."""
     problem = space.costs.problem
     wanted = wanted_shapes(space.cards, space.options, global_batch_size=problem.global_batch_size)
     shapes: list[Shape] = []
@@ -66,8 +64,9 @@ def _list_shapes(space: Space, *, most: int | None) -> tuple[list[Shape], bool]:
         if space.is_over(LISTING_SHARE):
             break
     has_all_shapes = next(wanted, None) is None
-    if space.options.use_all_devices and shapes:
-        shapes = _not_longer_than_model(problem, shapes)
+    if space.options.use_all_devices:
+        # No slot stays empty. Unlike pipelines may still be short enough.
+        shapes = [shape for shape in shapes if len(shape.slots) <= problem.model.num_layers + 2]
     return shapes, has_all_shapes
 
 
@@ -103,20 +102,6 @@ def _has_unproven(space: Space) -> bool:
         or "interleaved_1f1b" in options.all_schedules
         or may_be_special(space)
     )
-
-
-def _not_longer_than_model(problem: PlanProblem, shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes with at most as many slots as the model has units. Raises ConfigError if there are none."""
-    num_units = problem.model.num_layers + 2
-    kept = [shape for shape in shapes if len(shape.slots) <= num_units]
-    if not kept:
-        shortest = min(len(shape.slots) for shape in shapes)
-        raise ConfigError(
-            f"search.use_all_devices: pipelines of at least {shortest} cards, but the model has only "
-            f"{num_units} parts (embedding, layers, head) to give to them; allow more search.pipelines, "
-            "or leave cards out with use_all_devices: false"
-        )
-    return kept
 
 
 def even_split(space: Space, plans: Plans, best: Candidate) -> tuple[Candidate | None, str]:

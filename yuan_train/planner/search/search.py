@@ -139,7 +139,7 @@ def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:
             f"there may be one. It had {len(plans.shapes)} ways to assign the cards to look at: raise "
             "search.time_limit, or allow fewer with search.tensor, search.pipelines or search.replicas"
         )
-    if not plans.shapes and not plans.num_simulated:
+    if not plans.shapes and (options.use_all_devices or not plans.num_simulated):
         raise ConfigError(shortfall.describe_no_shape(costs.problem, options, cards))
     if plans.any_fits:
         raise NoPlanFits(NO_VIRTUAL_STAGES)

@@ -218,6 +218,11 @@ def describe_no_shape(problem: PlanProblem, options: Options, cards: Sequence[Ca
     return (
         f"no pipelines can be made: {len(cards)} cards, global_batch_size {problem.global_batch_size} = "
         f"pipelines * micro_batch_size * num_micro_batches with {wanted} has no solution"
-        + (" that uses every card" if options.use_all_devices else "")
-        + "; loosen these search keys, or change train.global_batch_size"
+        + (
+            f" that uses every card, with at most {problem.model.num_layers + 2} stages for the parts of the "
+            "model (embedding, layers, head); set use_all_devices: false, or"
+            if options.use_all_devices
+            else ";"
+        )
+        + " loosen these search keys, or change train.global_batch_size"
     )
