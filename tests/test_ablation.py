@@ -1,15 +1,15 @@
-"""The ablation tool: the paper's parameter counts, causality of every form, and a run from end to end."""
+"""The ablation: the paper's parameter counts, causality of every form, and a run from end to end."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.models import tiny_model
-from tools import ablation_lfa as tool
+from tools.bench import ablation as tool
+from tools.bench.harness import combinations, measure_here
 
 
 def test_counts_equal_the_papers() -> None:
@@ -52,26 +52,13 @@ def test_shared_weights_are_equal() -> None:
         assert all(torch.equal(weight, model[name]) for model in models)
 
 
-def test_from_end_to_end(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        *("--out", tmp_path / "out", "--data", run_file.parent / "corpus", "--forms", "basic", "lfa"),
-        *("--seeds", 1, 2, "--steps", 3, "--layers", 1, "--hidden", 32, "--vocab-size", 512),
-        *("--sequence-length", 16, "--batch-size", 2),
+def test_from_end_to_end(run_file: Path) -> None:
+    words = [
+        *(f"data={run_file.parent / 'corpus'}", "forms=[[basic, lfa]]", "seeds=[[1, 2]]", "steps=3"),
+        *("layers=1", "hidden=32", "vocabulary=512", "tokens=16", "batch=2"),
     ]
-    threads = torch.get_num_threads()
-    try:
-        assert tool.main(list(map(str, arguments))) == 0
-        lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
-        assert [(r["form"], r["seed"]) for r in map(json.loads, lines)] == [
-            ("basic", 1),
-            ("lfa", 1),
-            ("basic", 2),
-            ("lfa", 2),
-        ]
-        assert tool.main(list(map(str, arguments))) == 0  # runs nothing again
-        assert (tmp_path / "out" / "results.jsonl").read_text().splitlines() == lines
-        text = capsys.readouterr().out
-        assert "| lfa |" in text and "167,433,216" in text and "| conv2 |" not in text
-        assert tool.main(list(map(str, [*arguments, "--data", tmp_path / "nowhere", "--seeds", 9]))) == 2
-    finally:
-        torch.set_num_threads(threads)
+    (given,) = combinations("training/ablation", words)
+    rows = measure_here("training/ablation", given)
+    assert [row["form"] for row in rows] == ["basic", "lfa"]
+    assert rows[0]["to basic"] == "+0.00%" and rows[1]["paper's parameters"] == 167_433_216
+    assert all(5 < row["test loss"] < 7 for row in rows)

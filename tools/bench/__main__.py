@@ -1,5 +1,6 @@
 import sys
 
+import tools.bench.ablation
 import tools.bench.engine
 import tools.bench.estimate
 import tools.bench.executor
