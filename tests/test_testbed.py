@@ -12,7 +12,8 @@ from typing import get_args
 
 import pytest
 
-from tools.testbed import cuts, run
+from tools.bench import testbed
+from tools.bench.harness import CASES, combinations, measure_here
 from tools.testbed.nodes import (
     MOUNTS,
     PERIOD_US,
@@ -83,16 +84,14 @@ def test_the_shipped_nodes_load() -> None:
 
 def test_cuts_over_shared_network_cards() -> None:
     """Each is a lawful plan whose two sums cross the nodes' NICs; without a profile, so none is measured."""
-    cluster, config = cuts.make_cluster(12.5e6, (4.0, 6.0)), load_run(cuts.CONFIG, cuts.CHANGES)
+    cluster, config = testbed.make_cluster(12.5e6, (4.0, 6.0)), load_run(testbed.CONFIG, testbed.CHANGES)
     costs = make_costs(problem_of(config, cluster, None))
-    for cut in cuts.CUTS:
-        plan = cuts.plan_of(costs, config, cut)
+    for cut in testbed.CUTS:
+        plan = testbed.plan_of(costs, config, cut)
         assert plan.schedule == cut.schedule and plan.pipelines[-1].stages[-1].layers[1] == 8
         exposed = cost_plan(costs, plan).grad_reduce_seconds
         assert (exposed > 1.0) == (len(cut.pipelines) > 1)
-    assert {cut.schedule for cut in cuts.CUTS} == set(get_args(ScheduleName))
-    with pytest.raises(ConfigError, match="--cuts 0,x: wanted numbers from 0 to 7"):
-        cuts.chosen("0,x")
+    assert {cut.schedule for cut in testbed.CUTS} == set(get_args(ScheduleName))
 
 
 @linux
@@ -146,15 +145,14 @@ def test_quotas_of_both_versions(tmp_path: Path) -> None:
         find_quotas(mounts)
 
 
-def test_without_root_it_says_so_and_stops(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["run"])
+@pytest.mark.parametrize("name", ["testbed/planned", "testbed/cuts", "testbed/up"])
+def test_without_root_it_says_so_and_stops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(run, "load_nodes", lambda path: SPECS)
+    monkeypatch.setattr(testbed, "load_nodes", lambda path: SPECS)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert run.main() == 2
-    assert "needs what is missing here" in capsys.readouterr().err
+    assert CASES[name].measure.__doc__
+    with pytest.raises(NoTestbed, match="needs what is missing here"):
+        measure_here(name, *combinations(name, []))
 
 
 # --- on a machine that can have one ----------------------------------------------------------------------
@@ -241,9 +239,7 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("possible")
 @pytest.mark.skipif(CORES < 2, reason="two nodes that train in useful time need two cores")
-def test_profile_plan_and_train_on_unlike_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_profile_plan_and_train_on_unlike_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = write_nodes(
         tmp_path, "name: fast, cpu: 1, network: 1 Gb/s", "name: slow, cpu: 0.6, network: 200 Mb/s"
     )
@@ -256,11 +252,10 @@ def test_profile_plan_and_train_on_unlike_nodes(
         "optimizer: {learning_rate: 1e-3}\n"
         "search: {recompute: [none], micro_batch_size: [1]}\n"
     )
-    words = ["run", "--nodes", nodes, "--config", config, "--steps", "3", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", [*map(str, words), "--keep", str(tmp_path / "kept")])
+    words = [f"nodes={nodes}", f"config={config}", "steps=3", "rounds=1", f"keep={tmp_path / 'kept'}"]
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert run.main() == 0, capsys.readouterr().err
-    said = capsys.readouterr().out
-    assert "| planned |" in said and "| even | fast 2, slow 2 |" in said
-    assert "| fast to slow |" in said and "| slow to fast |" in said
+    planned, even = measure_here("testbed/planned", *combinations("testbed/planned", words))
+    assert planned["cut"] == "planned" and even["nodes and layers"] == "fast 2, slow 2"
+    assert planned["forecast s"] > 0 and planned["measured s"] > 0
+    assert (tmp_path / "kept/profile-0.json").exists()
     assert left_behind(f"yt{os.getpid()}") == []

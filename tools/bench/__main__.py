@@ -3,19 +3,16 @@ import sys
 import tools.bench.ablation
 import tools.bench.engine
 import tools.bench.estimate
-import tools.bench.executor
 import tools.bench.faults
-import tools.bench.generation
 import tools.bench.kernels
-import tools.bench.overlap
 import tools.bench.planner
-import tools.bench.policies
 import tools.bench.residence
 import tools.bench.rl
 import tools.bench.rl_trl
 import tools.bench.roles
 import tools.bench.scale
 import tools.bench.serve
+import tools.bench.testbed
 import tools.bench.tiers
 import tools.bench.training
 import tools.bench.watch  # noqa: F401 (they register their cases)

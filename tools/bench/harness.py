@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import yaml
 
+from yuan_train.config.errors import YuanError
 from yuan_train.profile.units import machine_name
 
 ROOT = Path(__file__).parents[2]
@@ -187,7 +188,10 @@ def main(words: Sequence[str] | None = None) -> int:
             )
         return 0
     if options.one is not None:
-        print(json.dumps(measure_here(options.name, options.one)))
+        try:
+            print(json.dumps(measure_here(options.name, options.one)))
+        except YuanError as error:
+            raise SystemExit(f"error: {error}") from None
         return 0
     rows: list[Row] = []
     for arguments in combinations(options.name, options.arguments):

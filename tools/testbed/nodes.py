@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -408,19 +408,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.kill()
     process.wait()
-
-
-def ended_well(main: Callable[[], int]) -> Callable[[], int]:
-    """A program on a testbed; its exit code is 2 where there can be none. SIGTERM ends it as Ctrl-C does."""
-
-    def run() -> int:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        try:
-            return main()
-        except YuanError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return error.exit_code
-        except KeyboardInterrupt:
-            return 130
-
-    return run

@@ -1,19 +1,11 @@
-"""python -m tools.testbed.run: profile, plan and train on unequal nodes, forecast beside measurement.
-
-Makes the nodes of a testbed file on this machine (tools/testbed/nodes.py; needs root), measures cards and
-links on them, all at the same time, plans from the measured profile, trains under the planned cut and under
-the even split, and prints Markdown tables. Each round measures again before it trains, and its trainings are
-compared with its own profile, because a machine that is shared, or a virtual one, changes its speed within
-minutes.
-"""
+"""Trainings on the nodes of a testbed: what they are planned for, how they are run, and what was forecast."""
 
 from __future__ import annotations
 
-import argparse
 import os
+import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,23 +14,16 @@ from typing import Any
 import numpy as np
 
 from tests.support.project import read_metrics
-from tools.testbed.nodes import Node, NodeSpec, Task, ended_well, load_nodes, make_nodes, run_together
-from yuan_train.cli.plan import problem_of
+from tools.testbed.nodes import Node, NodeSpec, Task, run_together
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import dump, write_text
-from yuan_train.config.plan import Plan, node_of
+from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import Profile, load_profile
-from yuan_train.config.run import RunConfig, Source, load_run
+from yuan_train.config.run import RunConfig, Source
 from yuan_train.data.indexed import IndexedWriter, token_dtype
-from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.costs.unit_costs import make_costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.simulator import program_shape, simulate_schedule
-from yuan_train.planner.search.search import search_plan
-from yuan_train.profile.units import machine_name
 
 HERE = Path(__file__).parent
 WARM_UP_STEPS = 2
@@ -80,76 +65,10 @@ class Round:
         return [replay(self.plan, self.cost, busy) / took - 1 for busy, took in steps]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One cut, and its rounds."""
-
-    name: str
-    plan: Plan
-    rounds: list[Round]
-
-    @property
-    def forecast(self) -> float:
-        return statistics.median(round_.cost.step_seconds for round_ in self.rounds)
-
-    @property
-    def seconds(self) -> list[float]:
-        return [seconds for round_ in self.rounds for seconds in round_.seconds]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-
-@ended_well
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", default=HERE / "nodes.yaml", metavar="FILE", help="the unequal nodes")
-    parser.add_argument(
-        "--config", default=HERE / "run.yaml", metavar="FILE", help="the run; its data are random tokens"
-    )
-    parser.add_argument("--steps", type=int, default=8, help="steps per round, two of them warm-up")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds: profile, then the two cuts")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profile, plans and logs here")
-    options = parser.parse_args()
-    if options.steps <= WARM_UP_STEPS or options.rounds < 1:
-        raise ConfigError(f"wanted more than {WARM_UP_STEPS} steps and at least one round")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = options.keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        print("\n".join(measure(options, folder.resolve())))
-    return 0
-
-
-def measure(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Profile, plan in the first round, and train both cuts, `rounds` times; the tables."""
-    specs = load_nodes(options.nodes)
-    warn_of_load()
-    run = with_random_data(load_run(options.config), folder)
-    cluster = cluster_of(specs)
-    write_text(folder / "run.yaml", dump(run))
-    write_text(folder / "cluster.yaml", dump(cluster))
-    with make_nodes(specs) as nodes:
-        rows: list[Row] = []
-        for number in range(options.rounds):
-            profile = measure_profile(nodes, folder, number)
-            problem = problem_of(run, cluster, profile)
-            rows = rows or _plan(problem, run)
-            costs = make_costs(problem)
-            for row in rows:
-                training = folder / f"{row.name}-{number}"
-                named = {node.spec.name: node for node in nodes}
-                used = [named[node_of(entry)] for entry in row.plan.ranks]
-                lines = train(used, row.plan, training, f"train.steps={options.steps}")
-                row.rounds.append(Round(row.plan, cost_plan(costs, row.plan), lines))
-    return [*table(rows), "", *stage_table(rows), "", *link_table(profile)]
-
-
-def warn_of_load() -> None:
-    """Say on stderr that figures will be rough, if other programs keep the machine busy."""
+def begin() -> None:
+    """Have SIGTERM end this as Ctrl-C does, so that no node is left behind; say so if other programs keep the
+    machine busy."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > 0.5 * cores:
         print(f"note: the load is {load:.1f} on {cores} cores; figures will be rough", file=sys.stderr)
@@ -197,13 +116,6 @@ def measure_profile(nodes: Sequence[Node], folder: Path, number: int) -> Profile
     commands = [["profile", *files, "--device-type", _type_name(node.spec)] for node in nodes]
     yuan_train(nodes, commands, out.with_suffix(""), PROFILE_SECONDS)
     return load_profile(out)
-
-
-def _plan(problem: PlanProblem, run: RunConfig) -> list[Row]:
-    found = search_plan(problem, run.search, micro_batch_size=run.train.micro_batch_size)
-    if found.even_split is None:
-        raise ConfigError("there is no even split of this model over these nodes; give it more layers")
-    return [Row("planned", found.best.plan, []), Row("even", found.even_split.plan, [])]
 
 
 def train(
@@ -256,45 +168,6 @@ def rank_environment(rank: int, nodes: Sequence[Node], cards: int = 1) -> dict[s
     }
 
 
-# --- tables ----------------------------------------------------------------------------------------------
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown: step times of both cuts, and what the plan gains."""
-    lines = [
-        f"Machine: {machine_name()}",
-        "",
-        "| cut | nodes and layers | forecast s | measured s, median (min to max) "
-        "| forecast off by, median of rounds (each) | with the compute as measured |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        errors = [round_.error for round_ in row.rounds]
-        replayed = [error for round_ in row.rounds for error in round_.replayed_errors]
-        lines.append(
-            f"| {row.name} | {_cut(row.plan)} | {row.forecast:.3f} | {row.median:.3f} "
-            f"({min(row.seconds):.3f} to {max(row.seconds):.3f}) | {statistics.median(errors):+.1%} "
-            f"({', '.join(f'{error:+.1%}' for error in errors)}) | {statistics.median(replayed):+.1%} |"
-        )
-    planned, even = rows
-    simulated = even.forecast / planned.forecast
-    return [
-        *lines,
-        "",
-        f"Even over planned: {simulated:.2f} in the simulator, {even.median / planned.median:.2f} measured.",
-    ]
-
-
-def _cut(plan: Plan) -> str:
-    nodes = [node_of(entry) for entry in plan.ranks]
-    return "; ".join(
-        ", ".join(
-            f"{'+'.join(nodes[rank] for rank in stage.ranks)} {stage.num_layers}" for stage in pipeline.stages
-        )
-        for pipeline in plan.pipelines
-    )
-
-
 def forecast_busy(plan: Plan, cost: PlanCost) -> list[float]:
     """Forecast compute seconds of each rank in a step."""
     busy = [0.0] * len(plan.ranks)
@@ -329,39 +202,3 @@ def replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
         simulation = simulate_schedule(program_shape(plan, p), measured)
         ends.append(simulation.step_seconds)
     return max(ends) + cost.step_seconds - cost.compute_seconds
-
-
-def stage_table(rows: Sequence[Row]) -> list[str]:
-    """Markdown: compute of each rank in a step, and the share of the step in which it is idle."""
-    lines = [
-        "| cut | node | layers | compute forecast s | measured s | off by | idle forecast | idle measured |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        plan, expected = row.plan, [forecast_busy(row.plan, round_.cost) for round_ in row.rounds]
-        for rank, entry in enumerate(plan.ranks):
-            layers = sum(stage.num_layers for stage in plan.stages if rank in stage.ranks)
-            forecast = statistics.median(busy[rank] for busy in expected)
-            measured = statistics.median(step[rank] for round_ in row.rounds for step in round_.busy)
-            idle = 1 - forecast / row.forecast
-            lines.append(
-                f"| {row.name} | {entry.device.rpartition('/')[0]} | {layers} | {forecast:.3f} "
-                f"| {measured:.3f} | {forecast / measured - 1:+.1%} | {idle:.0%} "
-                f"| {1 - measured / row.median:.0%} |"
-            )
-    return lines
-
-
-def link_table(profile: Profile) -> list[str]:
-    """Markdown: milliseconds of every directed link by message size."""
-    sizes = profile.links[0].message_bytes
-    heads = [f"{size / 1024:g} KiB, ms" for size in sizes]
-    lines = [f"| link | {' | '.join(heads)} |", f"|---|{'--:|' * len(sizes)}"]
-    for link in profile.links:
-        times = " | ".join(f"{1e3 * seconds:.2f}" for seconds in link.seconds)
-        lines.append(f"| {link.from_.rpartition('/')[0]} to {link.to.rpartition('/')[0]} | {times} |")
-    return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())
