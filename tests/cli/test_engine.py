@@ -10,15 +10,14 @@ import pytest
 from tests.support.project import parse_plan, run_config
 from tests.support.spawn import process_of
 from yuan_train.cli.main import main
-from yuan_train.cli.plan import EnginePrice
+from yuan_train.cli.plan import price_words
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.supervise import launched
 
 
 def test_what_the_restriction_costs() -> None:
-    assert EnginePrice(1.0, 1.0).words().startswith("search.engine=[megatron] costs nothing; both")
-    price = EnginePrice(1.25, 1.0)
-    assert "costs 25.0% of the step (1 s without it)" in price.words()
+    assert price_words(1.0, 1.0).startswith("search.engine=[megatron] costs nothing; both")
+    assert "costs 25.0% of the step (1 s without it)" in price_words(1.25, 1.0)
 
 
 def test_the_rank_that_logs_is_heard(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def module_of(name: str) -> Path:
 
 def test_every_command_is_listed() -> None:
     # What `plan` and `simulate` do with roles, and others with hosts and nodes, has files of its own.
-    others = {"main", "--init--", "plan-rl", "simulate-rl", "doctor-host", "doctor-nodes", "preflight"}
+    others = {"main", "--init--", "plan-rl", "simulate-rl", "preflight"}
     others |= {"launch-hosts", "launch-slurm", "host-options", "plan-nodes", "up-run"}
     written = {path.stem.replace("_", "-") for path in CLI.glob("*.py")} - others
     assert written == set(COMMANDS)

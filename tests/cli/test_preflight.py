@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import Ask
 from tests.support.hosts import answering_ssh
-from yuan_train.cli import doctor_nodes, preflight
+from yuan_train.cli import preflight
 from yuan_train.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -121,24 +121,24 @@ def test_cards_that_torch_cannot_use() -> None:
 
 def test_what_sysfs_tells(tmp_path: Path) -> None:
     files = {
-        "net/lo/operstate": "unknown",
-        "net/eth0/operstate": "up",
-        "net/eth1/operstate": "down",
-        "net/docker0/operstate": "up",
-        "ib/mlx5_0/ports/1/state": "4: ACTIVE",
-        "ib/mlx5_0/ports/1/link_layer": "InfiniBand",
-        "ib/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
-        "ib/mlx5_1/ports/1/state": "1: DOWN",
-        "pci/0000:01:00.0/current_link_width": "8",
-        "pci/0000:01:00.0/max_link_width": "16",
+        "class/net/lo/operstate": "unknown",
+        "class/net/eth0/operstate": "up",
+        "class/net/eth1/operstate": "down",
+        "class/net/docker0/operstate": "up",
+        "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",
+        "class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
+        "class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+        "bus/pci/devices/0000:01:00.0/current_link_width": "8",
+        "bus/pci/devices/0000:01:00.0/max_link_width": "16",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert list(preflight.see_interfaces(tmp_path / "net")) == ["eth0"]
-    (port,) = preflight.see_infiniband(tmp_path / "ib")
+    assert list(preflight.see_interfaces(tmp_path)) == ["eth0"]
+    (port,) = preflight.see_infiniband(tmp_path)
     assert port == {"device": "mlx5_0", "link": "InfiniBand", "rate": "200 Gb/sec (4X HDR)"}
-    link = preflight.see_card_link("0000:01:00.0", tmp_path / "pci")
+    link = preflight.see_card_link("0000:01:00.0", tmp_path)
     assert (link["current_link_width"], link["max_link_width"], link["max_link_speed"]) == ("8", "16", None)
 
 
@@ -191,13 +191,13 @@ def test_the_command_that_a_machine_runs(ssh: str, ask: Ask, monkeypatch: pytest
 
 
 def test_answers_that_cannot_be_compared(ssh: str) -> None:
-    found = doctor_nodes.ask_nodes(["old", "cut", "a"], ssh, hidden=64)
+    found = preflight.ask_nodes(["old", "cut", "a"], ssh, hidden=64)
     assert found["old"] == "its yuan-train is another release (0.0.9)"
     assert str(found["cut"]).startswith("its answer is not JSON")
-    assert len(doctor_nodes.obstacles(found)) == 2
+    assert len(preflight.obstacles(found)) == 2
 
 
 def test_an_ssh_that_is_not_there() -> None:
-    found = doctor_nodes.ask_nodes(["a"], "/no/such/ssh", hidden=64)
+    found = preflight.ask_nodes(["a"], "/no/such/ssh", hidden=64)
     assert "No such file" in str(found["a"])
     assert main(["doctor", "--nodes", ","]) == 2

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yuan_train.cli.doctor_nodes import ask_nodes, difference_words, differences
+from yuan_train.cli.preflight import ask_nodes, difference_words, differences
 from yuan_train.config.errors import ConfigError
 from yuan_train.machine.hosts import SRUN, parse_hosts, slurm_parts
 from yuan_train.machine.node_text import describe

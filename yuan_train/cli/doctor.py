@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yuan_train import __version__
-from yuan_train.cli.doctor_nodes import ask_nodes, node_lines, obstacles
 from yuan_train.cli.plan_nodes import nodes_of
-from yuan_train.cli.preflight import check, see_host, summary, words
+from yuan_train.cli.preflight import ask_nodes, check, node_lines, obstacles, see_host, summary, words
 from yuan_train.config.errors import ConfigError, DiskError
 from yuan_train.config.express import INSTALL, TESTED
 from yuan_train.config.plan_constraints import load_plan

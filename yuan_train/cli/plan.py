@@ -15,7 +15,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from yuan_train.config.errors import ConfigError
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         step = result.best.step_seconds
         changes = explain_plan(problem, search, micro_batch_size=size, step_seconds=step)
     reasons = {
-        **({"The engine": [price.words()]} if price else {}),
+        **({"The engine": [price_words(**price)]} if price else {}),
         **({"Rent": words.rent_lines(rent)} if rent else {}),
         **({"What limits this plan": words.change_lines(changes)} if changes else {}),
     }
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         save_plan(arguments.out, result.best.plan)
     if arguments.json:
         values = {
-            "engine_price": asdict(price) if price else None,
+            "engine_price": price or None,
             "rent": words.rent_values(rent) if rent else None,
             "explanation": words.change_values(changes) if changes else None,
         }
@@ -206,15 +206,16 @@ def _answer_lines(answer: Answer, arguments: argparse.Namespace) -> list[str]:
     return answer_lines(answer, measure=measure, next_command=what)
 
 
-def _engine_price(problem: PlanProblem, run_config: RunConfig, result: SearchResult) -> EnginePrice | None:
-    """What `search.engine` costs, if it leaves ours out."""
+def _engine_price(problem: PlanProblem, run_config: RunConfig, result: SearchResult) -> dict[str, float]:
+    """What `search.engine` costs, if it leaves ours out; else nothing."""
     from yuan_train.planner.search.search import search_plan
 
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     if search.engine is None or "yuan" in search.engine:
-        return None
+        return {}
     free = search_plan(problem, replace(search, engine=("yuan",)), micro_batch_size=size)
-    return EnginePrice(result.best.step_seconds, min(free.best.step_seconds, result.best.step_seconds))
+    own = result.best.step_seconds
+    return {"step_seconds": own, "free_step_seconds": min(free.best.step_seconds, own)}
 
 
 def _find_plan(
@@ -261,21 +262,14 @@ def problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None)
     )
 
 
-@dataclass(frozen=True)
-class EnginePrice:
+def price_words(step_seconds: float, free_step_seconds: float) -> str:
     """What it costs to plan for megatron-core alone: the forecast steps of its best plan and of ours."""
+    from yuan_train.config.units import show_seconds
 
-    step_seconds: float
-    free_step_seconds: float
-
-    def words(self) -> str:
-        """For the terminal."""
-        from yuan_train.config.units import show_seconds
-
-        more = self.step_seconds / self.free_step_seconds - 1
-        free = show_seconds(self.free_step_seconds)
-        cost = "nothing" if more < 5e-4 else f"{more:.1%} of the step ({free} without it)"
-        return f"search.engine=[megatron] costs {cost}; both forecasts are of our engine"
+    more = step_seconds / free_step_seconds - 1
+    free = show_seconds(free_step_seconds)
+    cost = "nothing" if more < 5e-4 else f"{more:.1%} of the step ({free} without it)"
+    return f"search.engine=[megatron] costs {cost}; both forecasts are of our engine"
 
 
 def _largest_words(largest: Largest) -> str:

@@ -1,21 +1,27 @@
-"""What `yuan-train doctor` says first: what this machine is ready for, and what it is not, with the reason.
+"""What `yuan-train doctor` says first: what machines are ready for, and what they are not, with the reason.
 
 `see_host` looks at what lies around a run (shared memory, open files, names, networks, links of cards), and
-`check` judges it together with what torch sees. Both give plain values, which `doctor --json` prints.
+`check` judges it together with what torch sees. With `--nodes a,b,c` the doctor of each machine is asked over
+ssh, and told is where they differ. All are plain values, which `doctor --json` prints.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import shlex
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from yuan_train.machine.tools import VIRTUAL
+from yuan_train.machine.hosts import ssh_words
+from yuan_train.machine.reach import ask_json
+from yuan_train.machine.tools import SYS, VIRTUAL, read_line
 
 Facts = dict[str, Any]
 
@@ -23,7 +29,7 @@ LEAST_SHARED_MEMORY = 1 << 30
 """Bytes of /dev/shm: NCCL's segments, of some ten megabytes for each pair of cards, and torch's."""
 LEAST_OPEN_FILES = 4096
 """Sockets of gloo and NCCL grow with the ranks; 1,024 are enough for some 32."""
-SHARED_MEMORY, NETWORKS, INFINIBAND = Path("/dev/shm"), Path("/sys/class/net"), Path("/sys/class/infiniband")
+SHARED_MEMORY = Path("/dev/shm")
 CHOICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interfaces to use."""
 
@@ -68,33 +74,27 @@ def see_host(addresses: Sequence[str]) -> Facts:
     }
 
 
-def see_interfaces(networks: Path = NETWORKS) -> Iterator[str]:
+def see_interfaces(tree: Path = SYS) -> Iterator[str]:
     """The network interfaces that are up and may reach other machines."""
-    for path in sorted(networks.glob("*")):
-        state = _read(path / "operstate")
+    for path in sorted((tree / "class/net").glob("*")):
+        state = read_line(path / "operstate")
         if path.name != "lo" and not path.name.startswith(VIRTUAL) and state in ("up", "unknown"):
             yield path.name
 
 
-def see_infiniband(devices: Path = INFINIBAND) -> Iterator[Facts]:
+def see_infiniband(tree: Path = SYS) -> Iterator[Facts]:
     """Active ports of RDMA: `link` is InfiniBand or Ethernet (RoCE)."""
-    for port in sorted(devices.glob("*/ports/*")):
-        if (_read(port / "state") or "").endswith("ACTIVE"):
-            rate = _read(port / "rate")
-            yield {"device": port.parent.parent.name, "link": _read(port / "link_layer"), "rate": rate}
+    for port in sorted((tree / "class/infiniband").glob("*/ports/*")):
+        if (read_line(port / "state") or "").endswith("ACTIVE"):
+            rate = read_line(port / "rate")
+            yield {"device": port.parent.parent.name, "link": read_line(port / "link_layer"), "rate": rate}
 
 
-def see_card_link(address: str, pci: Path = Path("/sys/bus/pci/devices")) -> Facts:
+def see_card_link(address: str, tree: Path = SYS) -> Facts:
     """The link of a card to its host: lanes and speed, now and at most. An idle card slows it down."""
     names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
-    return {"address": address, **{name: _read(pci / address / name) for name in names}}
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
+    card = tree / "bus/pci/devices" / address
+    return {"address": address, **{name: read_line(card / name) for name in names}}
 
 
 def check(facts: Facts) -> list[Finding]:
@@ -239,3 +239,89 @@ def _aim(purpose: Purpose, cards: Sequence[Facts]) -> str:
         return PURPOSES[purpose]
     names = ", ".join(dict.fromkeys(card["type"] or card["name"] for card in cards))
     return f"training on {len(cards)} card{'s' * (len(cards) > 1)} ({names})"
+
+
+# --- several machines ---------------------------------------------------------------------------------------
+
+TIMEOUT_SECONDS = 120.0
+"""In which a machine answers; its ops are tested meanwhile."""
+RDMA = "RDMA"
+MUST_AGREE = {
+    "yuan-train": "install the same release everywhere",
+    "torch": "install the same wheel everywhere",
+    "CUDA of torch": "install the same wheel everywhere",
+    "NCCL": "install the same torch, which brings its NCCL",
+    RDMA: "all pairs of cards must use one kind: NCCL_IB_DISABLE=1 everywhere, or choose with NCCL_IB_HCA",
+}
+"""What the machines of a job must have in common, and what to do where they have not."""
+
+
+def ask_nodes(nodes: Sequence[str], ssh: str, *, hidden: int) -> dict[str, Facts | str]:
+    """What the doctor of each machine finds, or why it was not asked.
+
+    `ssh` is a command, called as `SSH HOST COMMAND...`; the command is this interpreter's, at the same path.
+    """
+    words = [sys.executable, "-m", "yuan_train", "doctor", "--json", "--hidden-size", str(hidden)]
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        found = pool.map(lambda node: _ask([*ssh_words(ssh), node, *map(shlex.quote, words)]), nodes)
+        return dict(zip(nodes, found, strict=True))
+
+
+def _ask(command: Sequence[str]) -> Facts | str:
+    found = ask_json(command, TIMEOUT_SECONDS)
+    if not isinstance(found, str) and "summary" not in found:
+        return f"its yuan-train is another release ({found.get('versions', {}).get('yuan-train')})"
+    return found
+
+
+def differences(found: Mapping[str, Facts]) -> dict[str, dict[str, list[str]]]:
+    """By what differs, the machines of each value."""
+    values: dict[str, dict[str, list[str]]] = {}
+    for node, facts in found.items():
+        for name, value in _compared(facts):
+            values.setdefault(name, {}).setdefault(value, []).append(node)
+    return {name: by_value for name, by_value in values.items() if len(by_value) > 1}
+
+
+def _compared(facts: Facts) -> Iterator[tuple[str, str]]:
+    for name, version in facts["versions"].items():
+        yield name, str(version)
+    yield "CUDA of torch", str(facts["cuda"])
+    yield "NCCL", str(facts["nccl"])
+    yield "NVIDIA driver", str(facts["driver"])
+    kinds = {port["link"] for port in facts["surroundings"]["infiniband"]}
+    yield RDMA, " and ".join(sorted(map(str, kinds))) or "none"
+
+
+def obstacles(found: Mapping[str, Facts | str]) -> list[str]:
+    """Why the machines cannot run one job together; empty if they can."""
+    reached = {node: facts for node, facts in found.items() if not isinstance(facts, str)}
+    told = [f"{node} is not reached: {why}" for node, why in found.items() if isinstance(why, str)]
+    unlike = differences(reached)
+    told += [f"{name} differs" for name in MUST_AGREE if name in unlike]
+    if len(found) > 1:
+        told += [
+            f"{node}: {finding['words']}"
+            for node, facts in reached.items()
+            for finding in facts["findings"]
+            if "several nodes" in finding["hinders"]
+        ]
+    return told
+
+
+def node_lines(found: Mapping[str, Facts | str]) -> Iterator[str]:
+    """First what the machines are ready for together, then each by itself, then where they differ."""
+    names, why = ", ".join(found), obstacles(found)
+    yield (
+        f"not for: a job over {names}, because {'; '.join(why)}" if why else f"ready for: a job over {names}"
+    )
+    for node, facts in found.items():
+        yield f"{node}: {f'not reached: {facts}' if isinstance(facts, str) else facts['summary']}"
+    reached = {node: facts for node, facts in found.items() if not isinstance(facts, str)}
+    for name, by_value in differences(reached).items():
+        yield difference_words(name, by_value) + (f" ({MUST_AGREE[name]})" if name in MUST_AGREE else "")
+
+
+def difference_words(name: str, by_value: Mapping[str, Sequence[str]]) -> str:
+    """What differs, with the machines of each value."""
+    return f"{name} differs: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())

@@ -122,27 +122,24 @@ def _slowest_nvlink(text: str) -> float | None:
 
 def _displays(tree: Path) -> Iterator[Path]:
     for device in sorted((tree / "bus/pci/devices").glob("*")):
-        if _read(device / "vendor") == NVIDIA and (_read(device / "class") or "").startswith(DISPLAYS):
+        is_display = (read_line(device / "class") or "").startswith(DISPLAYS)
+        if is_display and read_line(device / "vendor") == NVIDIA:
             yield device
 
 
 def _see_networks(tree: Path) -> Iterator[Facts]:
     """Every interface, with its rate in Mb/s; None where it is not told, as in many virtual machines."""
     for path in sorted((tree / "class/net").glob("*")):
-        speed = _read(path / "speed") or ""
+        speed = read_line(path / "speed") or ""
         megabits = int(speed) if speed.isdigit() and int(speed) > 0 else None
         is_port = (path / "device").exists() or (path / "bonding").exists()
-        yield {
-            "name": path.name,
-            "megabits": megabits,
-            "is_port": is_port,
-            "state": _read(path / "operstate"),
-        }
+        state = read_line(path / "operstate")
+        yield {"name": path.name, "megabits": megabits, "is_port": is_port, "state": state}
 
 
 def _see_disks(tree: Path) -> Iterator[Facts]:
     for path in sorted((tree / "block").glob("*")):
-        size = _read(path / "size") or ""
+        size = read_line(path / "size") or ""
         if path.name.startswith(NO_DISKS) or not size.isdigit() or int(size) == 0:
             continue
         yield {"name": path.name, "bytes": SECTOR * int(size), "kind": _disk_kind(path)}
@@ -152,17 +149,18 @@ def _disk_kind(path: Path) -> str:
     # Disks of virtual machines are told to turn, whatever they are.
     if path.name.startswith(("vd", "xvd")):
         return "virtual disk"
-    turns = _read(path / "queue/rotational") == "1"
+    turns = read_line(path / "queue/rotational") == "1"
     return "NVMe" if path.name.startswith("nvme") else "turning disk" if turns else "SSD"
 
 
 def _read_limit(tree: Path) -> int | None:
     """Host memory that the control group (v2) of a container or job allows; None without a limit."""
-    limit = _read(tree / "fs/cgroup/memory.max") or ""
+    limit = read_line(tree / "fs/cgroup/memory.max") or ""
     return int(limit) if limit.isdigit() else None
 
 
-def _read(path: Path) -> str | None:
+def read_line(path: Path) -> str | None:
+    """What a file of the kernel says; None where it is missing or says nothing."""
     # The rate of an interface that is down cannot be read: EINVAL.
     try:
         return path.read_text(encoding="utf-8").strip()
