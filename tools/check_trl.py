@@ -316,9 +316,10 @@ def advantages_of(case: PolicyCase, samples: Samples) -> torch.Tensor:
 
 
 def our_policy_loss(
-    case: PolicyCase, log_probs: torch.Tensor, samples: Samples, old: torch.Tensor, reference: torch.Tensor
+    case: PolicyCase, model: Transformer, samples: Samples, old: torch.Tensor, reference: torch.Tensor
 ) -> torch.Tensor:
     """The same by our functions."""
+    log_probs = our_log_probs(model, samples)
     advantages = advantages_of(case, samples).reshape(-1, 1)
     mask = samples.answer_mask.bool()
     if case.trl == "cispo":
@@ -332,10 +333,10 @@ def our_policy_loss(
 
 
 def our_preference_loss(
-    case: dict[str, Any], log_probs: torch.Tensor, reference: torch.Tensor
+    case: dict[str, Any], model: Transformer, samples: Samples, reference: torch.Tensor
 ) -> torch.Tensor:
     """The same by our functions."""
-    chosen, rejected = log_probs.sum(1).chunk(2)
+    chosen, rejected = our_log_probs(model, samples).sum(1).chunk(2)
     margin = log_ratio_margin(chosen, rejected, *reference.sum(1).chunk(2))
     return preference_loss(margin, **case).mean()
 
@@ -370,18 +371,6 @@ def compare(name: str, ours: Transformer, theirs: Any, our_loss: Any, their_loss
     return max(loss, gradient)
 
 
-def _our_policy_case(
-    case: PolicyCase, model: Transformer, samples: Samples, old: torch.Tensor, reference: torch.Tensor
-) -> torch.Tensor:
-    return our_policy_loss(case, our_log_probs(model, samples), samples, old, reference)
-
-
-def _our_preference_case(
-    case: dict[str, Any], model: Transformer, samples: Samples, reference: torch.Tensor
-) -> torch.Tensor:
-    return our_preference_loss(case, our_log_probs(model, samples), reference)
-
-
 def _their_answers(model: Any, samples: Samples) -> torch.Tensor:
     mask = torch.cat([samples.prompt_mask, samples.answer_mask], 1)
     return their_log_probs(model, samples.ids_BS, mask, ANSWER)[0] * samples.answer_mask
@@ -396,7 +385,7 @@ def compare_epochs(samples: Samples) -> float:
         old, reference = our_log_probs(ours, samples), our_log_probs(ours, samples)
         their_old = _their_answers(theirs, samples)
     for epoch in (1, 2):
-        here = partial(_our_policy_case, case, ours, samples, old, reference)
+        here = partial(our_policy_loss, case, ours, samples, old, reference)
         there = partial(trl_policy_loss, case, their_log_probs, theirs, samples, their_old, their_old)
         worst = max(worst, compare(f"grpo, epoch {epoch} of 2", ours, theirs, here, there))
         for parameter in (*ours.parameters(), *theirs.parameters()):
@@ -423,7 +412,7 @@ def compare_all(noise: torch.Generator) -> float:
     for case in POLICY:
         given = (samples, old, base[False] + drift)
         name = f"{case.trl}, kl {case.beta}, clip {case.clip}, dual {case.dual_clip}"
-        here = partial(_our_policy_case, case, ours, *given)
+        here = partial(our_policy_loss, case, ours, *given)
         there = partial(trl_policy_loss, case, their_log_probs, theirs, *given)
         worst = max(worst, compare(name, ours, theirs, here, there))
     worst = max(worst, compare_epochs(samples))
@@ -431,7 +420,7 @@ def compare_all(noise: torch.Generator) -> float:
         drawn = even if case["loss"] == "ipo" else samples
         reference = (base[drawn is even] + drift) * drawn.answer_mask
         name = f"{case['loss']}, beta {case['beta']}, smoothing {case['smoothing']}"
-        here = partial(_our_preference_case, case, ours, drawn, reference)
+        here = partial(our_preference_loss, case, ours, drawn, reference)
         there = partial(trl_preference_loss, case, partial(_their_answers, theirs, drawn), drawn, reference)
         worst = max(worst, compare(name, ours, theirs, here, there))
     ours, theirs = build_models("value")

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tools.bench.harness import Row, case
+from tools.bench.runs import bench_model
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import OptimizerConfig
 from yuan_train.data.loader import Blend, open_corpora
@@ -38,15 +39,7 @@ PAPER = {
     "two": (167_428_608, 618, 1.2122),
     "lfa": (167_433_216, 631, 1.2069),
 }
-PAPER_SHAPE = ModelConfig(
-    name="table-1",
-    num_layers=6,
-    hidden_size=768,
-    num_attention_heads=12,
-    ffn_hidden_size=3072,
-    vocab_size=135_040,
-    attention="plain",
-)
+PAPER_SHAPE = bench_model(6, 768, vocab_size=135_040, attention="plain")
 
 
 # --- the forms -------------------------------------------------------------------------------------------
@@ -164,15 +157,9 @@ def ablation(
 ) -> Iterator[Row]:
     """Each form beside the paper's figures: test loss in nats per token, the mean (with standard deviation)
     over the seeds, and against `basic` seed by seed. `ms`: the median of a step."""
-    model = ModelConfig(
-        name="ablation",
-        num_layers=shape["layers"],
-        hidden_size=shape["hidden"],
-        num_attention_heads=max(1, shape["hidden"] // 32),
-        ffn_hidden_size=4 * shape["hidden"],
-        vocab_size=shape["vocabulary"],
-        attention="plain",
-    )
+    heads = max(1, shape["hidden"] // 32)
+    keys = {"num_attention_heads": heads, "vocab_size": shape["vocabulary"], "attention": "plain"}
+    model = bench_model(shape["layers"], shape["hidden"], **keys)
     found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
     for seed in seeds:
         # The seed determines the weights and the order of the data; the split depends only on the corpus.

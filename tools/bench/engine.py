@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from tests.support.project import make_plan
 from tests.support.spawn import as_rank, free_port
 from tools.bench.harness import Row, case
-from tools.bench.runs import make_run, wide_plan
+from tools.bench.runs import bench_model, make_run, wide_plan
 from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import Backend
 from yuan_train.config.model import ModelConfig, load_model
@@ -79,15 +79,7 @@ def memory(hidden: int, tokens: int, stages: int, device: str, micro_batches: in
 
     Under 1F1B a stage keeps as many in flight as there are stages from it to the end. Two layers a stage.
     """
-    model = ModelConfig(
-        name="bench",
-        num_layers=2 * stages,
-        hidden_size=hidden,
-        num_attention_heads=8,
-        ffn_hidden_size=4 * hidden,
-        vocab_size=1024,
-        max_sequence_length=tokens,
-    )
+    model = bench_model(2 * stages, hidden, num_attention_heads=8, max_sequence_length=tokens)
     plan = make_plan(make_run(model, batch=micro_batches), [[2] * stages])
     results = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_memory_rank, (plan, free_port(), device, results), stages)
@@ -170,16 +162,8 @@ def compiled(kind: str, hidden: int, layers: int, tokens: int, turns: int, devic
     per layer.
     """
     precision, recompute, *dropout = kind.split()
-    model = ModelConfig(
-        name="bench",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=hidden // 64,
-        ffn_hidden_size=4 * hidden,
-        vocab_size=512,
-        max_sequence_length=tokens,
-        hidden_dropout=0.1 if dropout else 0.0,
-    )
+    keys = {"vocab_size": 512, "max_sequence_length": tokens, "hidden_dropout": 0.1 if dropout else 0.0}
+    model = bench_model(layers, hidden, **keys)
     plain, fused = (
         WholeModel(make_run(model), precision, cast(Recompute, recompute), device, compile=own)
         for own in (False, True)
@@ -391,15 +375,8 @@ class Pipeline:
     @property
     def plan(self) -> Plan:
         """One layer per stage; the model only determines the size of the messages."""
-        model = ModelConfig(
-            name="work",
-            num_layers=self.num_stages,
-            hidden_size=HIDDEN_SIZE,
-            num_attention_heads=1,
-            ffn_hidden_size=HIDDEN_SIZE,
-            vocab_size=128,
-            max_sequence_length=SEQUENCE_LENGTH,
-        )
+        keys = {"num_attention_heads": 1, "max_sequence_length": SEQUENCE_LENGTH}
+        model = bench_model(self.num_stages, HIDDEN_SIZE, **keys)
         return make_plan(make_run(model, batch=self.num_micro_batches), [[1] * self.num_stages])
 
 

@@ -487,17 +487,13 @@ def _last_step(folder: Path) -> int:
     return read_metrics(folder / "log")[-1]["step"]
 
 
-def _kill_rank(scene: Scene, node: str, chance: random.Random) -> None:
-    os.kill(chance.choice(ranks_of(node, scene.folder)), signal.SIGKILL)
+def _signal_rank(number: int, scene: Scene, node: str, chance: random.Random) -> None:
+    os.kill(chance.choice(ranks_of(node, scene.folder)), number)
 
 
-def _stop_rank(scene: Scene, node: str, chance: random.Random) -> None:
-    os.kill(chance.choice(ranks_of(node, scene.folder)), signal.SIGSTOP)
-
-
-def _kill_node(scene: Scene, node: str, chance: random.Random) -> None:
+def _signal_node(number: int, scene: Scene, node: str, chance: random.Random) -> None:
     (scene.folder / f"down-{node}").touch()
-    os.killpg(group_of(node, scene.folder), signal.SIGKILL)
+    os.killpg(group_of(node, scene.folder), number)
     time.sleep(chance.uniform(0.0, 8.0))
 
 
@@ -513,12 +509,6 @@ def _stop_node(scene: Scene, node: str, chance: random.Random) -> None:
     time.sleep(chance.uniform(0.0, 15.0))
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGCONT)
-
-
-def _tell_node(scene: Scene, node: str, chance: random.Random) -> None:
-    (scene.folder / f"down-{node}").touch()
-    os.killpg(group_of(node, scene.folder), signal.SIGTERM)
-    time.sleep(chance.uniform(0.0, 8.0))
 
 
 def _stop_rank_a_while(scene: Scene, node: str, chance: random.Random) -> None:
@@ -546,18 +536,18 @@ def _pull_link(scene: Scene, node: str, chance: random.Random) -> None:
         host.plug(end)
 
 
-KINDS = {
-    "a rank is killed": _kill_rank,
-    "a rank is stopped": _stop_rank,
-    "a node is killed": _kill_node,
+KINDS: dict[str, MakeFault] = {
+    "a rank is killed": partial(_signal_rank, signal.SIGKILL),
+    "a rank is stopped": partial(_signal_rank, signal.SIGSTOP),
+    "a node is killed": partial(_signal_node, signal.SIGKILL),
     "a node is stopped": _stop_node,
-    "a node is told to go": _tell_node,
+    "a node is told to go": partial(_signal_node, signal.SIGTERM),
 }
-ANYWHERE = {
-    "a rank is killed": _kill_rank,
-    "a rank is stopped": _stop_rank,
+ANYWHERE: dict[str, MakeFault] = {
+    "a rank is killed": KINDS["a rank is killed"],
+    "a rank is stopped": KINDS["a rank is stopped"],
     "a rank is stopped a while": _stop_rank_a_while,
-    "a node is killed": _kill_node,
+    "a node is killed": KINDS["a node is killed"],
     "a node is stopped": _stop_node,
     "a link is pulled": _pull_link,
 }

@@ -7,7 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from tools.bench.runs import bench_model
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.model import ModelConfig, load_model
@@ -51,36 +53,22 @@ def large_problem(num_cards: int, *, irregular: bool) -> PlanProblem:
         )
         for (name, size), count in (sorted(nodes.items()) if irregular else nodes.items())
     )
-    model = ModelConfig(
-        name="bench",
-        num_layers=num_layers,
-        hidden_size=8192,
-        num_attention_heads=64,
-        ffn_hidden_size=32768,
-        vocab_size=135_040,
-    )
-    return PlanProblem(
-        cluster=Cluster(name="bench", nodes=groups),
-        model=model,
-        sequence_length=4096,
-        global_batch_size=batch,
-        precision="bf16",
-    )
+    model = bench_model(num_layers, 8192, num_attention_heads=64, vocab_size=135_040)
+    return make_problem(Cluster(name="bench", nodes=groups), model, batch)
+
+
+def make_problem(cluster: Cluster, model: ModelConfig, batch: int, **keys: Any) -> PlanProblem:
+    """Sequences of 4,096 tokens, in fp16 where a card lacks bf16; `keys` say otherwise."""
+    has_bf16 = all(cluster.device_type(card.type).bf16 for card in cluster.cards)
+    given = {"sequence_length": 4096, "precision": "bf16" if has_bf16 else "fp16", **keys}
+    return PlanProblem(cluster=cluster, model=model, global_batch_size=batch, **given)
 
 
 def small_problem(seed: int) -> PlanProblem:
     """2 to 12 cards of 1 to 3 types with little memory, and a model of 4 to 8 layers."""
     chance = random.Random(seed)
-    model = ModelConfig(
-        name="small",
-        num_layers=chance.randint(4, 8),
-        hidden_size=512,
-        num_attention_heads=8,
-        ffn_hidden_size=2048,
-        vocab_size=8192,
-        max_sequence_length=512,
-        tie_embeddings=chance.random() < 0.5,
-    )
+    layers, is_tied = chance.randint(4, 8), chance.random() < 0.5
+    model = bench_model(layers, 512, vocab_size=8192, max_sequence_length=512, tie_embeddings=is_tied)
     state = 16 * sum(model.unit_parameters)
     counts = [chance.randint(1, 4) for _ in range(chance.randint(1, 3))]
     counts[0] += sum(counts) < 2
@@ -173,15 +161,7 @@ def _problem_of(
         )
         for i, (count, each, kind) in enumerate(nodes)
     )
-    cluster = Cluster(name="mixed", nodes=groups)
-    has_bf16 = all(cluster.device_type(kind).bf16 is not None for _, _, kind in nodes)
-    return PlanProblem(
-        cluster=cluster,
-        model=model,
-        sequence_length=4096,
-        global_batch_size=batch,
-        precision="bf16" if has_bf16 else "fp16",
-    )
+    return make_problem(Cluster(name="mixed", nodes=groups), model, batch)
 
 
 @dataclass(frozen=True)
@@ -200,29 +180,19 @@ class TierCase:
 
     def problem(self, hosts: Sequence[float] = ()) -> PlanProblem:
         """What to plan; `hosts`: bytes of each node's, if that is to be checked."""
-        if self.cluster:
-            cluster = load_cluster(self.cluster)
-        else:
-            nodes = tuple(
-                NodeGroup(
-                    name=f"n{i}",
-                    device=device,
-                    devices=count,
-                    link=Link(bandwidth=20e9, latency=10e-6),
-                    network=Link(bandwidth=3e9, latency=20e-6),
-                    host=Host(memory=int(hosts[i])) if hosts else None,
-                )
-                for i, (device, count) in enumerate(self.nodes)
+        nodes = (
+            NodeGroup(
+                name=f"n{i}",
+                device=device,
+                devices=count,
+                link=Link(bandwidth=20e9, latency=10e-6),
+                network=Link(bandwidth=3e9, latency=20e-6),
+                host=Host(memory=int(hosts[i])) if hosts else None,
             )
-            cluster = Cluster(name="case", nodes=nodes)
-        return PlanProblem(
-            cluster=cluster,
-            model=_model(self.model),
-            sequence_length=4096,
-            global_batch_size=self.sequences,
-            precision="bf16",
-            host_reserved=self.reserved,
+            for i, (device, count) in enumerate(self.nodes)
         )
+        cluster = load_cluster(self.cluster) if self.cluster else Cluster(name="case", nodes=tuple(nodes))
+        return make_problem(cluster, _model(self.model), self.sequences, host_reserved=self.reserved)
 
 
 TIER_CASES = {

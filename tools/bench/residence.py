@@ -23,12 +23,11 @@ from typing import Any
 from tests.support.project import parse_plan, read_metrics
 from tests.support.spawn import free_port
 from tools.bench.harness import MISSED, Row, case
-from tools.bench.runs import RETURN_FREED, make_run, write_run, yuan_train
+from tools.bench.runs import RETURN_FREED, bench_model, make_run, write_run, yuan_train
 from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.load import dump, write_text
-from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.config.run import LogConfig, MemoryConfig, RunConfig, SearchConfig, load_run
@@ -84,7 +83,8 @@ def residence(plan: str, hidden: int, tokens: int, precision: str) -> Iterator[R
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         for name, size in (("first", NARROW), ("own", hidden)):
-            model = _model(name, size, tokens, num_layers=LAYERS, vocab_size=VOCABULARY)
+            sizes = {"num_attention_heads": 4, "vocab_size": VOCABULARY, "max_sequence_length": tokens}
+            model = bench_model(LAYERS, size, **sizes)
             run = _write(work, name, make_run(model, batch=4, precision=precision, **TRAINED))
             save_plan(work / f"{name}.plan.yaml", parse_plan(run, text, **keys))
         made = load_plan(work / "own.plan.yaml")
@@ -136,17 +136,6 @@ def _cluster(card: DeviceType, **keys: Any) -> Cluster:
     link = Link(bandwidth=5e9, latency=1e-5)
     nodes = (NodeGroup(name="card", device="card", link=link, **keys),)
     return Cluster(name="cards", nodes=nodes, device_types={"card": card})
-
-
-def _model(name: str, hidden: int, tokens: int, **keys: Any) -> ModelConfig:
-    return ModelConfig(
-        name=name,
-        hidden_size=hidden,
-        num_attention_heads=4,
-        ffn_hidden_size=4 * hidden,
-        max_sequence_length=tokens,
-        **keys,
-    )
 
 
 def _write(work: Path, name: str, run: RunConfig) -> RunConfig:
@@ -240,7 +229,7 @@ def largest(mebibytes: int, steps: int) -> Row:
         write_text(work / "cluster.yaml", dump(_cluster(card, host=Host(memory=1 << 30))))
         optimizer = {"learning_rate": 1e-3, "bucket_size": 1_000_000}
         for name, words in (("first", ["model.num_layers=1"]), ("own", ["--largest"])):
-            model = _model(name, 256, 128, num_layers=1, vocab_size=1024)
+            model = bench_model(1, 256, max_sequence_length=128)
             run = make_run(model, batch=2, steps=steps, optimizer=optimizer)
             run = replace(
                 run, search=SearchConfig(offload=("optimizer",)), memory=MemoryConfig(host_reserved=0)

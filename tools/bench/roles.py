@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 from tools.bench.harness import MISSED, Row, case, cost
+from tools.bench.problems import make_problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.report.roles import describe
 from yuan_train.planner.roles.engines import Workload
 from yuan_train.planner.roles.placement import RolesProblem
@@ -54,13 +54,7 @@ def problem_of(
         new_tokens=new,
         expected_new_tokens=new,
     )
-    base = PlanProblem(
-        cluster=cluster,
-        model=model,
-        sequence_length=prompt + new,
-        global_batch_size=prompts * group,
-        precision="bf16",
-    )
+    base = make_problem(cluster, model, prompts * group, sequence_length=prompt + new)
     one_cut = SearchConfig(schedule=("1f1b",), tensor=(1,), recompute=("none",), replicas=(1,))
     found = RolesProblem(
         policy=base, load=load, micro_batch_size=1, policy_search=one_cut, packed_rows=load.samples

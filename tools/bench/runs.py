@@ -24,6 +24,14 @@ RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65
 """The environment of a process that returns what it frees at once, to be told from what is in use."""
 
 
+def bench_model(layers: int, hidden: int, **keys: Any) -> ModelConfig:
+    """Heads of 64 and a feed-forward four times as wide as the model, unless `keys` say otherwise."""
+    widths = {"num_attention_heads": hidden // 64, "ffn_hidden_size": 4 * hidden}
+    return ModelConfig(
+        **{"name": "bench", "num_layers": layers, "hidden_size": hidden, "vocab_size": 1024, **widths, **keys}
+    )
+
+
 def make_run(
     model: ModelConfig, *, tokens: int = 0, batch: int = 1, optimizer: Mapping[str, Any] = {}, **train: Any
 ) -> RunConfig:

@@ -26,8 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tools.bench.harness import Row, case
+from tools.bench.problems import make_problem
+from tools.bench.runs import bench_model
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
-from yuan_train.config.devices import CATALOGUE, GIB
+from yuan_train.config.devices import GIB
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute, SearchConfig
@@ -261,15 +263,9 @@ CHUNKS = 64
 
 
 def _shape(hidden: int, layers: int) -> ModelConfig:
-    return ModelConfig(
-        name=f"h{hidden}",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=hidden // (64 if hidden < 4096 else 128),
-        ffn_hidden_size=4 * hidden,
-        vocab_size=135040,
-        max_sequence_length=LENGTH,
-    )
+    heads = hidden // (64 if hidden < 4096 else 128)
+    keys = {"num_attention_heads": heads, "vocab_size": 135040, "max_sequence_length": LENGTH}
+    return bench_model(layers, hidden, name=f"h{hidden}", **keys)
 
 
 SMALLER = {"RTX-3080": _shape(2048, 7), "V100-16G": _shape(4096, 3)}
@@ -285,14 +281,8 @@ def problem_of(name: str, model: ModelConfig, batch: int) -> PlanProblem:
         network=Link(bandwidth=3e9),
         host=Host(memory=CARDS[name][0] * GIB),
     )
-    return PlanProblem(
-        cluster=Cluster(name="one", nodes=(node,)),
-        model=model,
-        sequence_length=LENGTH,
-        global_batch_size=batch,
-        precision="bf16" if CATALOGUE[name].bf16 else "fp16",
-        host_reserved=8 * GIB,
-    )
+    cluster = Cluster(name="one", nodes=(node,))
+    return make_problem(cluster, model, batch, sequence_length=LENGTH, host_reserved=8 * GIB)
 
 
 # --- sizes -----------------------------------------------------------------------------------------------

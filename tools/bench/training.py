@@ -13,7 +13,7 @@ from typing import Any
 from tests.support.project import make_plan, with_stages
 from tools.bench.harness import MISSED, Row, case
 from tools.bench.problems import endless
-from tools.bench.runs import make_run, train, write_run, yuan_train
+from tools.bench.runs import bench_model, make_run, train, write_run, yuan_train
 from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import Cluster, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import DeviceType
@@ -154,18 +154,8 @@ def llama(layers: int, vocabulary: int, tokens: int, steps: int) -> Iterator[Row
 
     Its widths, random tokens, two sequences a step. Four of the 16 layers take about 5 GB of state.
     """
-    model = ModelConfig(
-        name="slice",
-        architecture="llama",
-        num_layers=layers,
-        hidden_size=2048,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        ffn_hidden_size=8192,
-        vocab_size=vocabulary,
-        rope_base=500000.0,
-        norm_epsilon=1e-5,
-    )
+    keys = {"architecture": "llama", "num_key_value_heads": 8, "rope_base": 500000.0, "norm_epsilon": 1e-5}
+    model = bench_model(layers, 2048, vocab_size=vocabulary, **keys)
     card = DeviceType(memory=24 << 30, bf16=1e12, fp16=1e12, fp32=1e12, memory_bandwidth=1e10, backend="gloo")
     first: list[float] = []
     with tempfile.TemporaryDirectory() as name:
@@ -275,12 +265,10 @@ def simulated_cards(slower: float) -> Cluster:
 
 def mixture(num_experts: int, width: int) -> ModelConfig:
     """A small mixture of experts."""
-    return ModelConfig(
-        name="mixture",
-        num_layers=2,
-        hidden_size=128,
+    return bench_model(
+        2,
+        128,
         num_attention_heads=4,
-        ffn_hidden_size=512,
         vocab_size=512,
         num_experts=num_experts,
         experts_per_token=2,
