@@ -474,7 +474,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         temporary.rename(out)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # The latter is torch.save's.
         raise CheckpointError(f"{out}: cannot be written: {error}; give another --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
-import shutil
 import types
 import warnings
 import zipfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from yuan_train.checkpoint.hf import Imported, is_finite, weights_state
+from yuan_train.checkpoint.hf import Imported, is_finite, new_folder, weights_state
 from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed
@@ -71,39 +70,33 @@ BUFFER = "rotary_pos_emb.inv_freq"
 Tensors = dict[str, torch.Tensor]
 
 
+CUTS = {"rows": (0, 1), "columns": (1, 1), "halves": (0, 2), "expert up": (1, 2), "expert down": (2, 1)}
+"""By sharding: the dim of our tensor that is cut, and its parts, of each of which every rank has a piece."""
+
+
 def join_shards(shards: Sequence[torch.Tensor], sharding: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The full tensor [shape] from the shards of all tensor ranks, in order; the inverse of `take_shard`."""
-    if sharding == "expert up":
-        halves = [shard.reshape(shape[0], shape[2], -1).chunk(2, dim=2) for shard in shards]
-        return torch.cat([half[i] for i in range(2) for half in halves], dim=2).transpose(1, 2)
-    if sharding == "expert down":
-        parts = [shard.reshape(shape[0], -1, shape[1]) for shard in shards]
-        return torch.cat(parts, dim=1).transpose(1, 2)
     if sharding == "whole":
         return shards[0]
-    if sharding == "columns":
-        return torch.cat(list(shards), dim=1)
-    if sharding == "halves":
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([half[i] for i in range(2) for half in halves])
-    return torch.cat(list(shards))
+    dim, parts = CUTS[sharding]
+    if sharding in ("expert up", "expert down"):
+        num_experts, *cut = (size // len(shards) if i == dim else size for i, size in enumerate(shape))
+        shards = [shard.reshape(num_experts, *reversed(cut)).transpose(1, 2) for shard in shards]
+    pieces = [shard.chunk(parts, dim) for shard in shards]
+    return torch.cat([own[part] for part in range(parts) for own in pieces], dim)
 
 
 def take_shard(tensor: torch.Tensor, sharding: str, rank: int, width: int) -> torch.Tensor:
     """The shard of a full tensor on tensor rank `rank` of `width`."""
     if sharding == "whole":
         return tensor
+    dim, parts = CUTS[sharding]
+    shard = torch.cat([part.chunk(width, dim)[rank] for part in tensor.chunk(parts, dim)], dim)
     if sharding == "expert up":
-        halves = tensor.transpose(1, 2).chunk(2, dim=2)
-        part = torch.cat([half.chunk(width, dim=2)[rank] for half in halves], dim=2)
-        return part.reshape(tensor.shape[2], -1)
+        return shard.transpose(1, 2).reshape(tensor.shape[2], -1)
     if sharding == "expert down":
-        return tensor.transpose(1, 2).chunk(width, dim=1)[rank].reshape(-1, tensor.shape[1])
-    if sharding == "columns":
-        return tensor.chunk(width, dim=1)[rank]
-    if sharding == "halves":
-        return torch.cat([half.chunk(width)[rank] for half in tensor.chunk(2)])
-    return tensor.chunk(width)[rank]
+        return shard.transpose(1, 2).reshape(-1, tensor.shape[1])
+    return shard
 
 
 class Inert:
@@ -226,7 +219,7 @@ def import_megatron(folder: str | Path, out: str | Path, *, model: ModelConfig |
         )
     model = model or _model_from_arguments(stages, folder)
     notes = [f"{len(stages)} stages of {[stage[0].num_layers for stage in stages]} layers, {widths} wide"]
-    tensors = _assemble(model, stages, folder, notes)
+    tensors = _assemble(model, stages, folder)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     state = weights_state(model, {"reset_position_ids": True})
     state["hf"] = {"dtype": dtype}
@@ -349,9 +342,7 @@ def _heads_and_experts(arguments: Mapping[str, Any], folder: Path) -> dict[str, 
     return found
 
 
-def _assemble(
-    model: ModelConfig, stages: list[list[RankFile]], folder: Path, notes: list[str]
-) -> dict[str, LazyTensor]:
+def _assemble(model: ModelConfig, stages: list[list[RankFile]], folder: Path) -> dict[str, LazyTensor]:
     """Our tensors, each joined from the ranks' shards. Raises CheckpointError unless every tensor is used."""
     unused = {
         (stage, rank): set(file.tensors)
@@ -435,17 +426,13 @@ def shard_shape(shape: tuple[int, ...], sharding: str, width: int) -> tuple[int,
     """Shape of the shard of one of `width` tensor ranks; None if the tensor does not divide evenly."""
     if sharding == "whole":
         return shape
-    if sharding == "expert up":
-        count, rows, hidden = shape
-        return None if rows % (2 * width) else (hidden, count * rows // width)
-    if sharding == "expert down":
-        count, hidden, columns = shape
-        return None if columns % width else (count * columns // width, hidden)
-    dim = 1 if sharding == "columns" else 0
-    parts = 2 * width if sharding == "halves" else width
-    if shape[dim] % parts:
+    dim, parts = CUTS[sharding]
+    if shape[dim] % (parts * width):
         return None
-    return tuple(size // width if i == dim else size for i, size in enumerate(shape))
+    cut = tuple(size // width if i == dim else size for i, size in enumerate(shape))
+    if sharding == "expert up":
+        return cut[2], cut[0] * cut[1]
+    return (cut[0] * cut[2], cut[1]) if sharding == "expert down" else cut
 
 
 def _check_head(last: RankFile, first: RankFile, unused: set[str], wrong: list[str]) -> None:
@@ -488,9 +475,7 @@ def export_megatron(
             f"{model.tie_embeddings}, attention: {model.attention}; the original code does not support this"
         )
     reader = WholeTensorReader(checkpoint)
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with new_folder(out) as temporary:
         for stage in range(len(counts)):
             for rank in range(tensor):
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if len(counts) > 1 else "")
@@ -499,11 +484,6 @@ def export_megatron(
                 content = _rank_content(model, reader, counts, stage, rank, tensor, dtype)
                 torch.save(content, rank_directory / FILE)
         (temporary / TRACKER).write_text("release\n", encoding="utf-8")
-        temporary.rename(out)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{out}: cannot be written: {error}; give another --out") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return out
 
 
