@@ -24,11 +24,9 @@ from tools.testbed.nodes import (
     MOUNTS,
     Node,
     NodeSpec,
-    Task,
     find_quotas,
     load_nodes,
     make_nodes,
-    run_together,
     write_ssh,
 )
 from tools.testbed.run import (
@@ -42,7 +40,6 @@ from tools.testbed.run import (
     cluster_of,
     forecast_busy,
     measure_profile,
-    rank_environment,
     replay,
     train,
     with_random_data,
@@ -490,30 +487,24 @@ def _train(
     nodes: Sequence[Node], folder: Path, steps: int, *, bucket_size: int, alone_with: int | None
 ) -> list[Step]:
     """Steps after the warm-up; of each node alone, if it is said with how many of the batch's sequences."""
-    tasks: list[Task] = []
-    logs: list[Path] = []
-    for rank, node in enumerate(nodes):
-        log = folder / node.spec.name
-        logs.append(log)
-        command = ["train", "--config", folder.parent / "run.yaml", f"train.steps={steps}", "log.every=1"]
-        command += [f"log.directory={log}", f"optimizer.bucket_size={bucket_size}", "checkpoint.directory="]
+    own = folder.parent
+    commands: list[list[object]] = []
+    for node in nodes:
+        command = ["train", "--config", own / "run.yaml", f"train.steps={steps}", "log.every=1"]
+        command += [f"log.directory={folder / node.spec.name}", "checkpoint.directory="]
+        command += [f"optimizer.bucket_size={bucket_size}"]
         if alone_with is None:
-            command += ["--plan", folder.parent / "plan.yaml"]
-            environment = rank_environment(rank, nodes)
+            command += ["--plan", own / "plan.yaml"]
         else:
-            command += ["--plan", folder.parent / f"{node.spec.name}.yaml"]
-            command.append(f"train.global_batch_size={alone_with}")
-            environment = rank_environment(0, [node])
-        tasks.append(Task(node, [sys.executable, "-m", "yuan_train", *map(str, command)], environment))
-    folder.mkdir()
-    print(folder.name, file=sys.stderr)
-    run_together(tasks, folder, timeout_seconds=TRAIN_SECONDS)
+            command += ["--plan", own / f"{node.spec.name}.yaml", f"train.global_batch_size={alone_with}"]
+        commands.append(command)
+    yuan_train(nodes, commands, folder, TRAIN_SECONDS, alone=alone_with is not None)
     found = [
         [
             Step(line["step_seconds"], tuple(line["stage_seconds"]))
             for line in read_metrics(log)[WARM_UP_STEPS:]
         ]
-        for log in logs
+        for log in sorted(folder.iterdir())
         if (log / "metrics.jsonl").exists()
     ]
     return [max(steps, key=lambda step: step.seconds) for steps in zip(*found, strict=True)]

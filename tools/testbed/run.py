@@ -139,16 +139,17 @@ def yuan_train(
     timeout_seconds: float,
     *,
     cards: int = 1,
+    alone: bool = False,
 ) -> None:
-    """Run the command of each node on so many cards of it, with the variables that torchrun would set: its
-    own agents would use part of the quotas."""
+    """Run the command of each node on so many cards of it, or each as a run `alone`, with the variables that
+    torchrun would set: its own agents would use part of the quotas."""
     folder.mkdir(exist_ok=True)
     print(f"{folder.name}: {', '.join(node.spec.name for node in nodes)}", file=sys.stderr)
     tasks: list[Task] = []
     for rank in range(len(nodes) * cards):
         node, words = nodes[rank // cards], map(str, commands[rank // cards])
         name = f"{node.spec.name}-{rank % cards}" if cards > 1 else ""
-        environment = rank_environment(rank, nodes, cards)
+        environment = rank_environment(0, [node]) if alone else rank_environment(rank, nodes, cards)
         tasks.append(Task(node, [sys.executable, "-m", "yuan_train", *words], environment, name))
     run_together(tasks, folder, timeout_seconds=timeout_seconds)
 
