@@ -57,13 +57,13 @@ SAME_NAMES = {
 }
 """Public classes of one name in several files of the package: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (10, 3052),  # which one a run begins with, which train asked
-    "cli": (32, 6501),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "checkpoint": (10, 3032),  # which one a run begins with, which train asked
+    "cli": (31, 6481),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (17, 6466),  # signals, of seven commands; experts that a rank holds, asked of a plan
     "data": (11, 3096),
     "estimate": (5, 1055),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
-    "machine": (8, 1198),
+    "machine": (8, 1196),
     "megatron": (4, 1121),
     "models": (19, 3539),
     "objectives": (3, 306),
