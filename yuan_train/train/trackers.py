@@ -29,7 +29,7 @@ PACKAGES: dict[TrackerName, str] = {
     "mlflow": "mlflow",
     "trackio": "trackio",
 }
-"""What to install for each."""
+"""What to install for each, and to import."""
 MLFLOW_BATCH = 100
 """Parameters that MLflow takes at a time, and the most characters of one."""
 MLFLOW_LENGTH = 500
@@ -237,7 +237,7 @@ def close_trackers(trackers: Mapping[TrackerName, Tracker]) -> None:
 
 
 def _is_installed(name: TrackerName) -> bool:
-    return importlib.util.find_spec(name) is not None
+    return importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def _local_store(directory: Path) -> str:
