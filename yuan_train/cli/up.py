@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps}: wanted a number of steps from 1 on")
     out = Path(arguments.out)
     aim = find_aim(arguments.model, arguments.data, arguments.tokenizer, out)
-    before, after = list(_files_first(arguments, aim, out)), list(_then_run(arguments, aim, out))
+    before, after = list(_files_first(arguments, aim, out)), list(_then_run(arguments, out))
     if arguments.dry_run:
         for step in (*before, *after):
             print(step.line)
@@ -125,7 +125,7 @@ def _files_first(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator
     )
 
 
-def _then_run(arguments: argparse.Namespace, aim: Aim, out: Path) -> Iterator[UpStep]:
+def _then_run(arguments: argparse.Namespace, out: Path) -> Iterator[UpStep]:
     """What needs the run file, and then trains."""
     cluster, config, profile, plan = (
         str(out / name) for name in ("cluster.yaml", "run.yaml", "profile.json", "plan.yaml")
