@@ -30,8 +30,12 @@ struct mail {
     int32_t **expected, *num_expected;             /* by receiver: letters made and not taken over */
     struct placed **placed;                        /* by sender, in the order of their times */
     int32_t *num_placed;
-    struct heap events; /* time and worker: a step ends, or a message arrives */
+    uint64_t *due; /* [TURNS, words]: a bit for each worker whose step ends, or message arrives, at such a time */
+    int32_t words;
 };
+
+/* Times of events that lie ahead: more than any step or message takes. */
+enum { TURNS = 8 };
 
 /* Whether two adjacent stages have different workers for a micro-batch, so that a message is sent. */
 static int crosses(const struct layout *layout, int32_t left, int32_t micro_batch)
@@ -104,7 +108,23 @@ static void find_letters(struct mail *mail, struct arena *arena)
 
 static void push_event(struct mail *mail, int32_t time, int32_t worker)
 {
-    push(&mail->events, (int64_t)time * mail->layout->num_workers + worker);
+    mail->due[time % TURNS * mail->words + worker / 64] |= 1ull << worker % 64;
+}
+
+/* The first worker that has an event from a time on, which becomes that of the event; -1: there is none. */
+static int32_t pop_event(struct mail *mail, int32_t *now)
+{
+    for (int32_t time = *now; time < *now + TURNS; time++) {
+        uint64_t *row = mail->due + time % TURNS * mail->words;
+        for (int32_t word = 0; word < mail->words; word++)
+            if (row[word]) {
+                int32_t bit = __builtin_ctzll(row[word]);
+                row[word] &= row[word] - 1;
+                *now = time;
+                return 64 * word + bit;
+            }
+    }
+    return -1;
 }
 
 /* Start the messages to a worker whose receives may be posted by now. */
@@ -173,10 +193,12 @@ static void run_virtually(struct mail *mail)
     int32_t now = 0;
     for (int32_t worker = 0; worker < mail->layout->num_workers; worker++)
         go_on(mail, worker, 0, 0);
-    while (mail->events.count || overrun(mail, now)) {
-        int64_t event = pop(&mail->events);
-        int32_t worker = (int32_t)(event % mail->layout->num_workers);
-        now = (int32_t)(event / mail->layout->num_workers);
+    for (;;) {
+        int32_t worker = pop_event(mail, &now);
+        if (worker < 0 && !overrun(mail, now))
+            return;
+        if (worker < 0)
+            continue;
         if (mail->is_running[worker] && mail->ends_at[worker] == now)
             end_step(mail, worker, now);
         go_on(mail, worker, now, 0);
@@ -264,9 +286,7 @@ int place_messages(const struct layout *layout, const struct program *programs, 
                    struct schedule *schedule, struct arena *arena)
 {
     int32_t count = layout->num_workers, letters = 2 * layout->num_stages * layout->num_micro_batches;
-    int32_t steps = 0;
-    for (int32_t worker = 0; worker < count; worker++)
-        steps += programs[worker].count;
+    int32_t words = (count + 63) / 64;
     struct mail mail = {
         .layout = layout, .programs = programs, .message_units = message_units,
         .letters = TAKE(arena, letters, struct letter),
@@ -275,8 +295,7 @@ int place_messages(const struct layout *layout, const struct program *programs, 
         .ends_at = TAKE(arena, count, int32_t),      .unsent = TAKE(arena, count, int32_t),
         .expected = TAKE(arena, count, int32_t *),   .num_expected = TAKE(arena, count, int32_t),
         .placed = TAKE(arena, count, struct placed *), .num_placed = TAKE(arena, count, int32_t),
-        /* A step ends once; a message arrives, and lets its sender go on. */
-        .events = take_heap(arena, steps + 2 * letters),
+        .due = TAKE(arena, TURNS * words, uint64_t), .words = words,
     };
     find_letters(&mail, arena);
     run_virtually(&mail);

@@ -11,7 +11,7 @@
 #include "pipeline.h"
 
 /* Times are the same up to this part of the longest of them. */
-static const double SAME = 1e-12;
+static const double SAME = 1e-12, NEARLY_SAME = 1e-9;
 
 struct rounds {
     int32_t num_stages, count;
@@ -102,17 +102,18 @@ static int is_repeated(const double *then, const double *now, int32_t size, doub
 /* The least number of rounds that have added the same to all times, and what they added; 0 if none have. */
 static int32_t repeated_rounds(const struct rounds *run, const double *now, int32_t size, double *added)
 {
-    double most = 0.0;
-    for (int32_t i = 0; i < size; i++)
-        most = now[i] > most ? now[i] : most;
-    most *= SAME;
+    double longest = 0.0;
     for (int32_t i = 0; i < run->num_before; i++) {
         int32_t row = (run->newest + run->num_stages - i) % run->num_stages;
         const double *then = run->before + row * run->row_size;
         if (run->row_sizes[row] != size)
             return 0;
         *added = now[0] - then[0];
-        if (is_repeated(then, now, size, most, *added))
+        if (fabs(now[1] - then[1] - *added) > NEARLY_SAME * now[0])
+            continue;
+        for (int32_t j = 0; j < size; j++)
+            longest = now[j] > longest ? now[j] : longest;
+        if (is_repeated(then, now, size, SAME * longest, *added))
             return i + 1;
     }
     return 0;
@@ -215,6 +216,8 @@ struct replicated {
     double *free;      /* [workers] */
     int32_t *done;     /* [workers]: the next forward of each */
     int32_t *held;     /* [workers]: micro-batches that it may have in flight */
+    int32_t *peer;     /* [workers]: the replica of the next stage that gets its next activation */
+    int32_t *turn;     /* [stages]: the replica whose backward is next */
     double *links;     /* by edge, worker and peer */
     double *back_links;
     int32_t *edges;    /* [stages]: where the links of an edge begin */
@@ -227,12 +230,13 @@ static double *link_of(const struct replicated *run, double *links, int32_t stag
     return &links[run->edges[stage] + r * next + peer];
 }
 
-/* The forwards of a replica up to its depth; 0 if one waits for a message that is not there. */
-static int run_own_forwards(struct replicated *run, int32_t stage, int32_t r, int32_t k)
+/* The forwards of a replica up to its depth, where `next` is its next backward; 0 if one waits for a message that is not
+ * there. */
+static int run_own_forwards(struct replicated *run, int32_t stage, int32_t r, int32_t next)
 {
     int32_t n = run->first[stage + 1] - run->first[stage], worker = run->first[stage] + r;
-    /* Its next backward is the first of its own from k on. */
-    int32_t upto = k + ((r - k) % n + n) % n + run->held[worker] * n;
+    int32_t upto = next + run->held[worker] * n;
+    int32_t peers = stage + 1 < run->num_stages ? run->first[stage + 2] - run->first[stage + 1] : 1;
     for (int32_t m = run->done[worker]; m < upto && m < run->count; m += n) {
         double now = run->free[worker], ready = run->arrived[(size_t)stage * run->count + m];
         if (ready < 0.0)
@@ -244,25 +248,28 @@ static int run_own_forwards(struct replicated *run, int32_t stage, int32_t r, in
         run->done[worker] = m + n;
         if (stage + 1 == run->num_stages)
             continue;
-        int32_t peer = m % (run->first[stage + 2] - run->first[stage + 1]);
+        int32_t peer = run->peer[worker];
         double *link = link_of(run, run->links, stage, r, peer), start = *link > now ? *link : now;
         *link = start + run->times->send_activation[stage];
         run->arrived[(size_t)(stage + 1) * run->count + m] = *link;
         log_message(run->figures, start, *link, worker, run->first[stage + 1] + peer);
+        for (peer += n; peer >= peers;)
+            peer -= peers;
+        run->peer[worker] = peer;
     }
     return 1;
 }
 
-static void run_backwards(struct replicated *run, int32_t k)
+static void run_backwards(struct replicated *run)
 {
     double ready = 0.0;
     for (int32_t stage = run->num_stages - 1; stage >= 0; stage--) {
-        int32_t r = k % (run->first[stage + 1] - run->first[stage]), worker = run->first[stage] + r;
+        int32_t r = run->turn[stage], worker = run->first[stage] + r;
         double now = run->free[worker];
         run->free[worker] = now = (ready > now ? ready : now) + run->times->backward[stage];
         if (!stage)
             break;
-        int32_t peer = k % (run->first[stage] - run->first[stage - 1]);
+        int32_t peer = run->turn[stage - 1];
         double *link = link_of(run, run->back_links, stage - 1, peer, r), start = *link > now ? *link : now;
         *link = ready = start + run->times->send_gradient[stage - 1];
         log_message(run->figures, start, ready, worker, run->first[stage - 1] + peer);
@@ -275,12 +282,14 @@ static void prepare(struct replicated *run, struct arena *arena)
     for (int32_t stage = 0; stage < stages; stage++) {
         int32_t n = run->first[stage + 1] - run->first[stage];
         run->edges[stage] = links;
-        links += stage + 1 < stages ? n * (run->first[stage + 2] - run->first[stage + 1]) : 0;
+        int32_t peers = stage + 1 < stages ? run->first[stage + 2] - run->first[stage + 1] : 0;
+        links += n * peers;
         run->figures->stage_start[stage] = INFINITY;
         for (int32_t r = 0; r < n; r++) {
             int32_t held = run->depths[stage] > r ? (run->depths[stage] - r + n - 1) / n : 0;
             run->held[run->first[stage] + r] = held > 1 ? held : 1;
             run->done[run->first[stage] + r] = r;
+            run->peer[run->first[stage] + r] = peers ? r % peers : 0;
         }
         for (int32_t m = 0; m < run->count; m++)
             run->arrived[(size_t)stage * run->count + m] = stage ? -1.0 : 0.0;
@@ -315,7 +324,8 @@ int run_replicated_rounds(int32_t num_stages, int32_t num_micro_batches, const i
     struct replicated run = {
         .num_stages = num_stages, .count = num_micro_batches, .first = first, .depths = depths, .times = times,
         .figures = figures, .free = TAKE(&arena, workers, double), .done = TAKE(&arena, workers, int32_t),
-        .held = TAKE(&arena, workers, int32_t), .edges = TAKE(&arena, num_stages, int32_t),
+        .held = TAKE(&arena, workers, int32_t), .peer = TAKE(&arena, workers, int32_t),
+        .turn = TAKE(&arena, num_stages, int32_t), .edges = TAKE(&arena, num_stages, int32_t),
         .arrived = TAKE(&arena, (size_t)num_stages * num_micro_batches, double),
     };
     prepare(&run, &arena);
@@ -323,12 +333,16 @@ int run_replicated_rounds(int32_t num_stages, int32_t num_micro_batches, const i
     figures->sent_from = -1.0;
     for (int32_t k = 0; k < num_micro_batches && !failed; k++) {
         for (int32_t stage = 0; stage < num_stages; stage++) {
+            int32_t n = first[stage + 1] - first[stage], last = run.turn[stage];
+            for (int32_t r = 0; !k && r < n; r++)
+                failed |= !run_own_forwards(&run, stage, r, r);
             /* After the first round there is more to do for the replica alone whose backward was the last. */
-            int32_t n = first[stage + 1] - first[stage], r = k ? (k - 1) % n : 0;
-            for (int32_t end = k ? r + 1 : n; r < end; r++)
-                failed |= !run_own_forwards(&run, stage, r, k);
+            if (k) {
+                failed |= !run_own_forwards(&run, stage, last, k - 1 + n);
+                run.turn[stage] = last + 1 < n ? last + 1 : 0;
+            }
         }
-        run_backwards(&run, k);
+        run_backwards(&run);
     }
     read_figures(&run);
     release(&arena);
