@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -121,15 +122,15 @@ class Import:
 
 def imports_of(path: Path, *, file: str, package: str) -> Iterator[Import]:
     """Every import of a file, also those inside functions. `from a import b` may import a module a.b."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     hidden = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -141,7 +142,9 @@ def imports_of(path: Path, *, file: str, package: str) -> Iterator[Import]:
             yield Import(file, node.lineno, name, id(node) in hidden)  # type: ignore[attr-defined]
 
 
-def all_imports() -> list[Import]:
+@functools.cache
+def imports() -> list[Import]:
+    """Of the package and the kernels, once a test asks for them: each worker reads this file."""
     found: list[Import] = []
     for top, name in (("yuan_train", "yuan_train"), ("kernels", "yuan_kernels")):
         for path in sorted((ROOT / top).rglob("*.py")):
@@ -155,9 +158,6 @@ def all_imports() -> list[Import]:
     return found
 
 
-IMPORTS = all_imports()
-
-
 def refused(wrong: list[Import]) -> None:
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -167,8 +167,8 @@ def within(module: str, names: set[str]) -> bool:
 
 
 def test_there_is_something_to_look_at() -> None:
-    assert len(IMPORTS) > 100
-    assert {"config", "schedule", "cli", "kernels"} <= {item.folder for item in IMPORTS}
+    assert len(imports()) > 100
+    assert {"config", "schedule", "cli", "kernels"} <= {item.folder for item in imports()}
     assert set(MAY_IMPORT) == {
         path.name for path in (ROOT / "yuan_train").iterdir() if (path / "__init__.py").exists()
     }
@@ -177,18 +177,18 @@ def test_there_is_something_to_look_at() -> None:
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_a_folder_imports_only_floors_below_it(folder: str) -> None:
     allowed = MAY_IMPORT[folder] | {folder, "__version__"}
-    refused([i for i in IMPORTS if i.folder == folder and i.target is not None and i.target not in allowed])
+    refused([i for i in imports() if i.folder == folder and i.target is not None and i.target not in allowed])
 
 
 @pytest.mark.parametrize("folder", NEVER)
 def test_a_folder_never_imports(folder: str) -> None:
-    refused([i for i in IMPORTS if i.folder == folder and within(i.module, NEVER[folder])])
+    refused([i for i in imports() if i.folder == folder and within(i.module, NEVER[folder])])
 
 
 @pytest.mark.parametrize("floor", range(len(PLANNER_FLOORS)))
 def test_a_folder_of_the_planner_imports_only_floors_below_it(floor: int) -> None:
     folder, below = PLANNER_FLOORS[floor], PLANNER_FLOORS[: floor + 1]
-    own = [i for i in IMPORTS if i.file.startswith(f"planner/{folder}/") and i.target == "planner"]
+    own = [i for i in imports() if i.file.startswith(f"planner/{folder}/") and i.target == "planner"]
     assert own or folder == "native", "there is something to look at"
     refused([i for i in own if i.module.split(".")[2] not in below])
 
@@ -201,18 +201,18 @@ def test_the_planner_has_no_rooms_but_its_floors() -> None:
 
 
 def test_kernels_are_entered_by_their_ops_alone() -> None:
-    outside = [i for i in IMPORTS if i.target == "yuan_kernels" and i.folder != "kernels"]
+    outside = [i for i in imports() if i.target == "yuan_kernels" and i.folder != "kernels"]
     refused([i for i in outside if not within(i.module, {"yuan_kernels.ops"})])
 
 
 def test_checkpoints_know_parallel_by_its_shards_alone() -> None:
-    entered = [i for i in IMPORTS if i.folder == "checkpoint" and i.target == "parallel"]
+    entered = [i for i in imports() if i.folder == "checkpoint" and i.target == "parallel"]
     refused([i for i in entered if not within(i.module, CHECKPOINT_OF_PARALLEL)])
 
 
 def test_pydantic_stays_at_the_edge() -> None:
     refused(
-        [i for i in IMPORTS if within(i.module, {"pydantic", "pydantic_core"}) and i.file not in PYDANTIC]
+        [i for i in imports() if within(i.module, {"pydantic", "pydantic_core"}) and i.file not in PYDANTIC]
     )
 
 
@@ -226,26 +226,30 @@ def test_pydantic_is_imported_lazily() -> None:
 
 
 def test_few_commands_plan_or_simulate() -> None:
-    refused([i for i in IMPORTS if i.target == "planner" and i.folder != "planner" and i.file not in PLANNER])
+    refused(
+        [i for i in imports() if i.target == "planner" and i.folder != "planner" and i.file not in PLANNER]
+    )
 
 
 def test_only_train_reaches_the_second_engine() -> None:
-    inside = [i for i in IMPORTS if i.folder == "megatron" and within(i.module, {"yuan_train.megatron"})]
-    entered = [i for i in IMPORTS if i.target == "megatron" and i.folder != "megatron"]
+    inside = [i for i in imports() if i.folder == "megatron" and within(i.module, {"yuan_train.megatron"})]
+    entered = [i for i in imports() if i.target == "megatron" and i.folder != "megatron"]
     assert inside and {i.file for i in entered} == {"cli/train.py"}
-    refused([i for i in IMPORTS if within(i.module, {"megatron"})])
+    refused([i for i in imports() if within(i.module, {"megatron"})])
 
 
 def test_nobody_imports_the_command_line() -> None:
-    refused([i for i in IMPORTS if i.target == "cli" and i.folder not in ("cli", "__main__.py")])
+    refused([i for i in imports() if i.target == "cli" and i.folder not in ("cli", "__main__.py")])
 
 
 def test_nobody_imports_tools_or_tests() -> None:
-    refused([i for i in IMPORTS if within(i.module, {"tools", "tests", "kernels"})])
+    refused([i for i in imports() if within(i.module, {"tools", "tests", "kernels"})])
 
 
 def test_no_circles_between_folders() -> None:
-    arrows = {folder: {i.target for i in IMPORTS if i.folder == folder and i.target} for folder in MAY_IMPORT}
+    arrows = {
+        folder: {i.target for i in imports() if i.folder == folder and i.target} for folder in MAY_IMPORT
+    }
     below: set[str] = {"yuan_kernels"}
     waiting = set(MAY_IMPORT)
     while waiting:
@@ -266,7 +270,7 @@ def module_arrows(*, types: bool = False) -> dict[str, set[str]]:
         for path in ROOT.glob("yuan_train/**/*.py")
     }
     arrows: dict[str, set[str]] = {file: set() for file in files}
-    for item in IMPORTS:
+    for item in imports():
         if (item.typing_only and not types) or item.folder == "kernels":
             continue
         source = "yuan_train." + item.file.removesuffix(".py").replace("/", ".")
