@@ -205,10 +205,3 @@ def test_a_closed_stdout_is_no_error(unbuffered: str) -> None:
         )
     assert result.returncode == 1
     assert result.stderr == ""
-
-
-def test_the_module_is_the_command() -> None:
-    line = [sys.executable, "-m", "yuan_train", "plann"]
-    result = subprocess.run(line, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: there is no command 'plann'")

@@ -106,12 +106,6 @@ def test_generation_is_refused(tmp_path: Path, change: dict[str, Any], message: 
         load(tmp_path, example() | {"generation": [GENERATION, GENERATION]})
 
 
-def test_one_entry_per_layer(tmp_path: Path) -> None:
-    value = example()
-    value["entries"][0]["layers"] = [UNIT, UNIT | {"forward_seconds": 0.5}]
-    assert load(tmp_path, value).entries[0].layer(1).forward_seconds == 0.5
-
-
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [

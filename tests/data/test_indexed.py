@@ -90,10 +90,6 @@ def test_facts_say_what_the_pair_holds(pair: Path) -> None:
     assert (facts.bin_bytes, facts.idx_bytes, facts.note) == (12, 102, None)
 
 
-def test_either_file_names_the_pair(pair: Path) -> None:
-    assert IndexedDataset(idx_path(pair)).num_tokens == IndexedDataset(bin_path(pair)).num_tokens == 6
-
-
 def test_documents_of_several_sequences_are_read_whole(tmp_path: Path) -> None:
     prefix = tmp_path / "many"
     np.arange(6, dtype="<u2").tofile(bin_path(prefix))

@@ -229,20 +229,6 @@ def test_each_switch_resets_its_own_part(make_model, tokens_BS):
         assert not differs[0, :5].any() and differs[0, 5:].any(dim=-1).all(), switch
 
 
-def test_gradients_of_packed_documents_equal_separate_ones(make_model, tokens_BS):
-    model = make_model()
-    targets = tokens_BS.roll(-1, 1)
-    model.loss(model(tokens_BS, **resets_of(tokens_BS)), targets).backward()
-    packed = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    for first, last in find_resets(tokens_BS, eod_id=EOD, **ALL_RESETS).document_ranges or ():
-        model.loss(
-            model(tokens_BS.flatten()[first:last][None]), targets.flatten()[None, first:last]
-        ).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, packed[name], rtol=1e-9, atol=1e-10, msg=name)
-
-
 def test_loss_equals_logits_and_cross_entropy(make_model, tokens_BS):
     model = make_model(tie_embeddings=False)
     targets = tokens_BS.roll(-1, 1)

@@ -67,13 +67,6 @@ def test_bubbles(name: str, workers: Workers, expected: float) -> None:
     assert bubble(schedule, workers) == pytest.approx(expected)
 
 
-def test_the_v_shape_has_the_smallest_bubble_and_the_memory_of_1f1b() -> None:
-    schedule = make_schedule("zero_bubble", workers=v_shape(8), num_micro_batches=16)
-    assert bubble(schedule, v_shape(8)) < 0.09
-    # 16 half stages are 8 full stages: what the first stage of 1F1B keeps.
-    assert max(peak_in_flight(program) for program in schedule) <= 16
-
-
 @pytest.mark.parametrize(("num", "extra"), [(1, 0), (2, 0), (3, 0), (4, 0), (6, 2), (8, 0)])
 @pytest.mark.parametrize("rounds", [2, 3, 8])
 def test_the_v_shape_is_idle_only_until_its_turn_is_reached(num: int, extra: int, rounds: int) -> None:

@@ -128,11 +128,6 @@ def test_a_measured_entry_takes_precedence():
     assert costs.units[1].activation_bytes == 100
 
 
-def test_one_entry_per_layer():
-    costs = costs_of(profile(entry(layers=6)))
-    assert [u.forward_seconds for u in costs.units[1:-1]] == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.parametrize(
     ("size", "seconds", "word"), [(2, 2.0, "interpolated"), (6, 6.0, "extrapolated"), (4, 4.0, "measured")]
 )
