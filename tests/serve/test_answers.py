@@ -255,8 +255,10 @@ def test_log_probabilities(client: Any, trained: TrainedModel) -> None:
         assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
 
 
+@pytest.mark.parametrize("server", ["two pipelines"], indirect=True, scope="module")
 def test_64_streams_at_once_lose_nothing(client: Any, trained: TrainedModel) -> None:
-    """Each is the same as if it were alone; sixteen times as many as there are slots."""
+    """Each is the same as if it were alone; many times as many as there are slots, of a pipeline of one stage
+    and of one of two, which `test_completions` fills under every plan."""
     prompts = [[number + 1, *range(number % 7 + 1)] for number in range(64)]
     together = threading.Barrier(64)
 
