@@ -16,7 +16,7 @@ import torch
 from tests.support.yuan_hf import GOLDEN, Evil
 from yuan_train.checkpoint.hf import import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
-from yuan_train.checkpoint.megatron import FILE, export_megatron, import_megatron, join_shards, take_shard
+from yuan_train.checkpoint.megatron import FILE, export_megatron, import_megatron
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError
 from yuan_train.models.transformer import Transformer
@@ -75,14 +75,6 @@ def test_the_shards_of_a_rank(tiny: Checkpoint, tmp_path: Path) -> None:
     wanted = torch.cat([up[width // 2 : width], up[width + width // 2 :]])
     assert torch.equal(encoder["layers.1.mlp.dense_h_to_4h.weight"], wanted)
     assert encoder["layers.1.self_attention.lf_gate.conv1.weight"].shape == (32, 64, 2, 1)
-
-
-@pytest.mark.parametrize("sharding", ["rows", "columns", "halves", "whole"])
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_sharding_and_joining(sharding: str, width: int) -> None:
-    full = torch.arange(12.0 * 6).view(12, 6)
-    shards = [take_shard(full, sharding, rank, width) for rank in range(width)]
-    assert torch.equal(join_shards(shards, sharding, (12, 6)), full)
 
 
 M32 = Path(GOLDEN).parent / "yuan_m32_hf_tiny_a"

@@ -122,7 +122,6 @@ def test_a_log_directory_keeps_every_plan(tmp_path: Path) -> None:
             "stages[1].layers: the stages hold layers up to 23, but the model has 24; "
             "the last stage must end at 24",
         ),
-        ("[16, 24]", "[16, 25]", "the stages hold layers up to 25, but the model has 24"),
         ("[0, 16]", "[1, 16]", f"{FIRST}.layers: layer 0 dropped"),
         ("[16, 24]", "[24, 16]", "[24, 16] ends before it begins; layers are [first, end)"),
         ("[16, 24]", "[16]", "stages[1].layers[1]: missing"),
@@ -204,11 +203,6 @@ def test_a_log_directory_keeps_every_plan(tmp_path: Path) -> None:
             "optimizer_offload: 0.0",
             "optimizer_offload: 1.5",
             "stages[0].optimizer_offload: wanted less than or equal to 1",
-        ),
-        (
-            "recompute: none",
-            "recompute: some",
-            "stages[0].recompute: wanted 'none', 'selective' or 'full', got \"some\"",
         ),
         (
             "recompute: full",
