@@ -171,7 +171,6 @@ class Ending:
 
 GONE = "does not answer: killed, crashed, stopped or cut off"
 ENDINGS = {
-    "bug": Ending(1, "KeyError: 'no such sample'", {1: with_a_bug}),
     "bug of the first": Ending(0, "KeyError: 'no such sample'", {0: with_a_bug}),
     "bug, others hang": Ending(1, "KeyError", {0: stuck_for_ever, 1: with_a_bug, 2: stuck_for_ever}),
     "bug, on nccl": Ending(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -40,6 +41,14 @@ device_types:
   Fast: {memory: 1 GiB, reserved: 0 GiB, fp32: 80 GFLOP/s, memory_bandwidth: 10 GB/s, slowdown: 1}
   Slow: {memory: 1 GiB, reserved: 0 GiB, fp32: 80 GFLOP/s, memory_bandwidth: 10 GB/s, slowdown: 3}
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> None:
+    """Each case collects garbage several times: what tests before have made is left out of it, as in the
+    command."""
+    gc.collect()
+    gc.freeze()
 
 
 def short_case(dtype: torch.dtype, *, seconds_per_unit: float) -> units.ProfileCase:
