@@ -26,6 +26,7 @@ from tests.support.spawn import Around, Command, free_port, patience, process_of
 from yuan_train.config.errors import INTERRUPTED
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.rl_plan import save_rl_plan
+from yuan_train.parallel import board
 
 STEPS = 3
 SECONDS = 10.0
@@ -333,11 +334,19 @@ def test_a_missing_plan_on_the_first_node_ends_the_other(project: Path, tmp_path
     assert re.search(r"error: the run ends: launch of .*nowhere.yaml: no such file", said[1]), said
 
 
+@contextmanager
+def impatient() -> Iterator[None]:
+    """What is at a port has a second to answer."""
+    board.ANSWER_SECONDS = 1.0
+    yield
+
+
 def test_a_port_in_use_on_the_first_node_ends_both(project: Path, tmp_path: Path) -> None:
     """At once where it is seen; on the other node it is greeted, and says nothing."""
     port = free_port()
     lines = [start(project, f"127.0.0.1:{port}", node) for node in "ab"]
-    with socket.create_server(("127.0.0.1", port)), started(lines, tmp_path) as agents:
+    arounds = [impatient, impatient]
+    with socket.create_server(("127.0.0.1", port)), started(lines, tmp_path, arounds) as agents:
         codes, said = ends(agents, within_seconds=120)
     assert codes == [2, 2], said
     assert f"error: port {port} of this machine cannot be had" in said[0]
