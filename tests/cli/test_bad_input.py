@@ -226,6 +226,10 @@ def test_a_second_engine_that_is_not_installed_or_cannot_run_the_plan(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
+        # Another test may have imported parts of it.
+        for name in list(sys.modules):
+            if name.startswith(("megatron.", "yuan_train.megatron.")):
+                patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "megatron", None)
         assert main(["train", "--config", str(run_file), STEPS, "engine=megatron"]) == 2
     assert "pip install -e '.[megatron]' in the checkout, or use engine: yuan" in capsys.readouterr().err
