@@ -192,7 +192,7 @@ def test_the_search_comes_close_to_the_best_of_all_plans(seed):
 def test_filling_counts_where_memory_makes_pipelines_deep():
     """Cards that hold one layer or two: later ones wait for the first. Split backwards and workers of several
     stages wait less."""
-    roomy, tight = (make_costs(few_cards(memory, 1e9, num_layers=6)) for memory in (4.0, 0.005))
+    roomy, tight = (make_costs(few_cards(memory, 1e9, num_layers=6)) for memory in (4.0, 0.008))
     assert bound_of(roomy, "1f1b") == pytest.approx(bound_of(roomy, "interleaved_1f1b"), rel=1e-5)
     plain, split, several = (bound_of(tight, name) for name in SCHEDULES)
     assert plain > split > several > 0

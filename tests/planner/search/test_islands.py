@@ -187,6 +187,10 @@ def test_the_nearest_plan_is_taken_where_a_search_meets_none_that_fits(
     problem = replace(problem, model=replace(problem.model, num_layers=600))
     with pytest.raises(NoPlanFits, match=r"no plan fits: .* TiB on all cards\. Nearest"):
         search_plan(problem, SearchConfig(), micro_batch_size=1)
+    # Nor is it where no card has room for a layer.
+    problem = replace(problem, model=replace(problem.model, num_layers=4), memory_fraction=0.07)
+    with pytest.raises(NoPlanFits, match=r"no plan fits\. Nearest: [456] stages; .* layers? [0-3].* needs"):
+        search_plan(problem, SearchConfig(tensor=(1,)), micro_batch_size=1)
 
 
 def test_islands_are_as_many_as_memory_suffices_for() -> None:

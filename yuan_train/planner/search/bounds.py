@@ -90,6 +90,7 @@ class _Ways:
         ways = list(itertools.product(options.tensor, options.recompute))
         units = {name: [(w, self._units(costs.of(name, size, r, w))) for w, r in ways] for name in types}
         stays = 0.0 if options.offload_activations else 1.0
+        works = 0.0 if options.divide_experts and costs.problem.model.num_experts else 1.0
 
         def each(figure: Callable[[int, int, UnitCost], float]) -> dict[str, Floats]:
             """[W, U] of each type."""
@@ -102,8 +103,8 @@ class _Ways:
         """Seconds of all cards of a group for one sequence of each unit."""
         self.held = each(lambda _, i, u: self._state_bytes(u, i))
         """Bytes on each card that leave it under no key."""
-        self.kept = each(lambda _, i, u: stays * u.activation_bytes)
-        """Of one micro-batch in flight."""
+        self.kept = each(lambda _, i, u: stays * u.activation_bytes + works * u.transient_bytes)
+        """Of one micro-batch in flight, and what its unit works with."""
         rows = [row for own in units.values() for _, row in own]
         self.forward = np.min([[u.forward_seconds for u in row] for row in rows], axis=0)
         self.both = np.min([[u.seconds for u in row] for row in rows], axis=0)

@@ -6,6 +6,7 @@ found so far is returned, and `SearchResult.stopped` says so.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.search import shortfall
-from yuan_train.planner.search.bounds import Bound, lower_bound
+from yuan_train.planner.search.bounds import lower_bound
 from yuan_train.planner.search.candidate import keep_to_cards, passed_over, prefer_simple, simplicity_note
 from yuan_train.planner.search.find import Candidate, Plans, Space, TimeLimit, even_split, find_plans
 from yuan_train.planner.search.search_result import (
@@ -83,13 +84,16 @@ def _search(
     limit = TimeLimit(clock, clock(), time_limit - closing)
     cards, without_precision = usable_cards(problem, use_all=options.use_all_devices)
     costs = make_costs(problem)
-    if not options.offload_parameters and not shortfall.most_copies(costs, cards, options):
+    bound = lower_bound(costs, cards, options)
+    have_room = options.offload_parameters or shortfall.most_copies(costs, cards, options)
+    if not have_room or bound.seconds == math.inf:
         raise NoPlanFits(shortfall.describe_shortfall(costs, cards, options))
     space, plans = find_plans(costs, cards, options, limit)
     if not plans.ranked:
         plans = replace(plans, ranked=_nearest(space, plans, time_limit))
     kept, faster = keep_to_cards(plans.ranked) if options.keeps_to_cards else (plans.ranked, None)
-    exact, lowest, bound = _bounded(space, kept, faster, plans.lowest)
+    exact = _is_proven(space, kept, faster, plans.lowest)
+    lowest = min(plans.lowest if exact else bound.seconds, (faster or kept[0]).step_seconds)
     ranked = kept if exact else prefer_simple(space.costs, kept, options)
     best = with_forecast(space.costs, ranked[0], lowest)
     violations = list(validate_plan(best.plan))
@@ -103,7 +107,7 @@ def _search(
         no_even_split=no_even,
         left_out=(*without_precision, *idle_cards(cards, best)),
         lower_bound_seconds=lowest,
-        bound=bound,
+        bound=None if exact else bound,
         exact=exact,
         stopped=space.is_over(),
         num_simulated=plans.num_simulated,
@@ -149,20 +153,14 @@ def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:
     return near
 
 
-def _bounded(
-    space: Space, kept: Sequence[Candidate], faster: Candidate | None, lowest: float
-) -> tuple[bool, float, Bound | None]:
-    """(whether the first plan is proven to be the fastest, seconds that no plan beats, how that is known);
-    `lowest` is what no plan of the shapes beats, if that is proven."""
-    costs, best = space.costs, (faster or kept[0]).step_seconds
+def _is_proven(space: Space, kept: Sequence[Candidate], faster: Candidate | None, lowest: float) -> bool:
+    """Whether the first plan is proven to be the fastest; `lowest`: what no plan of the shapes is proven to
+    beat."""
     stages = [stage for candidate in kept for stage in candidate.cost.stages]
     # Where no plan recomputes, activations on hosts gain nothing.
     may_send = any(stage.num_recomputed or stage.leaving for stage in stages)
-    may_send = may_send and space.options.offload_activations and not costs.problem.compile
-    if faster is None and not may_send and best >= lowest * (1 - 1e-9):
-        return True, min(lowest, best), None
-    bound = lower_bound(costs, space.cards, space.options)
-    return False, min(bound.seconds, best), bound
+    may_send = may_send and space.options.offload_activations and not space.costs.problem.compile
+    return faster is None and not may_send and kept[0].step_seconds >= lowest * (1 - 1e-9)
 
 
 def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], list[LeftOut]]:

@@ -28,7 +28,7 @@ def state_of(costs: Costs, cards: Sequence[Card]) -> tuple[float, float, float]:
     the memory of all cards. A tied matrix counts once, and no critic's state, part of which may be shared."""
     units = [without_critic(unit) for unit in costs.of(cards[0].type, 1, "none").units[costs.ties :]]
     own = sum(unit.parameter_bytes + unit.gradient_bytes for unit in units)
-    room = sum(costs.problem.room_bytes(card.type) for card in cards)
+    room = sum(max(costs.problem.room_bytes(card.type), 0.0) for card in cards)
     return own, sum(unit.optimizer_bytes for unit in units), room
 
 
@@ -108,7 +108,9 @@ def _orders(groups: Sequence[Replica], costs: Costs, options: Options) -> Iterat
     if order:
         yield order
         if not options.fixed_order:
-            yield [group for group in roomiest if group in chosen]
+            # The ends hold embedding and head besides.
+            first, *rest = [group for group in roomiest if group in chosen]
+            yield [first, *rest[1:], *rest[:1]]
 
 
 def _plan(costs: Costs, order: Sequence[Replica], options: Options, recompute: Recompute) -> Plan:
