@@ -68,7 +68,7 @@ ROOMS = {
     "models": (19, 3539),
     "objectives": (3, 306),
     "parallel": (26, 7770),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (49, 11987),  # servers that draw answers; hosts beside many cards, and memory for islands
+    "planner": (49, 11988),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1410),
     "report": (10, 2156),  # cards with their state, plans over time, logs that grow
     "rl": (20, 7174),  # environments of what servers draw: a request a turn

@@ -245,3 +245,10 @@ def test_units_that_take_no_time_have_a_bound():
     search = SearchConfig(recompute=("none", "full"), tensor=(1,), micro_batch_size=(1,))
     options = read_options(search, micro_batch_size=1, model=SMALL)
     assert lower_bound(make_costs(given_problem), given_problem.cluster.cards, options).seconds == 0.0
+
+
+def test_a_profile_that_knows_of_no_state_is_planned_with() -> None:
+    entries = (entry("Fast", unit(1e-3, 1e-3, state=0.0, kept=1e3, output=1e3), recompute="none"),)
+    profile = Profile(sequence_length=256, entries=entries)
+    given_problem = problem(cluster(Fast=(1, card())), model=SMALL, profile=profile)
+    assert find(given_problem, tensor=(1,), recompute=("none",)).best.cost.fits

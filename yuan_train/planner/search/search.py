@@ -154,8 +154,8 @@ def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:
 
 
 def _is_proven(space: Space, kept: Sequence[Candidate], faster: Candidate | None, lowest: float) -> bool:
-    """Whether the first plan is proven to be the fastest; `lowest`: what no plan of the shapes is proven to
-    beat."""
+    """Whether the first plan is proven to be the fastest; `lowest`: seconds that no plan of the shapes beats,
+    if that is proven."""
     stages = [stage for candidate in kept for stage in candidate.cost.stages]
     # Where no plan recomputes, activations on hosts gain nothing.
     may_send = any(stage.num_recomputed or stage.leaving for stage in stages)

@@ -38,7 +38,8 @@ def most_copies(costs: Costs, cards: Sequence[Card], options: Options) -> int:
     hosts = sum(costs.host_of(card).memory_bytes for card in cards)
     beside = math.inf if options.offload_disk else hosts if options.offload else 0.0
     once, each = (optimizer, own) if True in options.sharded else (0.0, own + optimizer)
-    return max(0, int(min((room + beside - once) / each, room / own)))
+    # A profile may know of no state.
+    return max(0, int(min((room + beside - once) / max(each, 1.0), room / max(own, 1.0))))
 
 
 def nearest_plans(space: Space) -> list[Candidate]:
