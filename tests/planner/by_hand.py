@@ -11,7 +11,10 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import ProfileEntry, UnitProfile
 from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.unit_costs import Costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes
+from yuan_train.planner.search.candidate import Candidate, first_shape
 
 Replicas = tuple[tuple[int, ...], ...]
 
@@ -53,6 +56,12 @@ def plan_on(
         device_types=given.cluster.device_types,
         **keys,
     )
+
+
+def candidate_of(costs: Costs, plan: Plan) -> Candidate:
+    """A plan as the search has it."""
+    cost = cost_plan(costs, plan)
+    return Candidate(plan=plan, cost=cost, shape=first_shape(plan, cost))
 
 
 def stage_times(

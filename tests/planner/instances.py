@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,12 @@ CASES: dict[str, Any] = {
     ]
 }
 
-Step = Callable[[dict[str, Any], tuple[int, ...], tuple[int, ...]], float]
 
-
-def random_case(seed: int, *, size: tuple[int, int] | None = None) -> dict[str, Any]:
-    """A random case in the schema of planner_cases.json, small or of `size` (devices, layers); its links
-    range from free to slower than the compute."""
+def random_case(seed: int) -> dict[str, Any]:
+    """A small random case in the schema of planner_cases.json; its links range from free to slower than the
+    compute."""
     rng = np.random.default_rng(seed)
     num_devices, num_layers = int(rng.integers(1, 5)), int(rng.integers(4, 9))
-    num_devices, num_layers = size or (num_devices, num_layers)
     kinds = ["X", "Y", "Z"][: int(rng.integers(1, 4))]
     speed = {kind: float(rng.uniform(0.3, 3.0)) for kind in kinds}
     layers = []
@@ -66,14 +63,10 @@ def random_case(seed: int, *, size: tuple[int, int] | None = None) -> dict[str, 
     }
 
 
-def brute_force(case: dict[str, Any], step: Step | None = None) -> float | None:
-    """Step seconds of the fastest plan that fits, by trying all of them; None if none fits.
-
-    `step` gives the seconds of a case's order and counts; by default `event_simulation`.
-    """
-    step = step or event_simulation
-    steps = [step(case, order, counts) for order, counts in _all_plans(case) if _fits(case, order, counts)]
-    return min(steps, default=None)
+def brute_force(case: dict[str, Any]) -> float | None:
+    """Step seconds of the fastest plan that fits, by trying all of them; None if none fits."""
+    plans = (plan for plan in _all_plans(case) if _fits(case, *plan))
+    return min((event_simulation(case, *plan) for plan in plans), default=None)
 
 
 def _all_plans(case: dict[str, Any]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

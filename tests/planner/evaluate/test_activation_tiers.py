@@ -19,14 +19,15 @@ from yuan_train.schedule.step import one_worker_each
 TWO = cluster(Card=(2, card()))
 
 
-def one_worker(copy_seconds, *, micro_batches=6, resident=3, ahead=1):
-    """A stage of two parts of 1 s forward and 2 s backward, whose first one leaves, under gpipe."""
-    offloads = {0: Offload(num_parts=2, num_leaving=1, resident=resident, ahead=ahead)}
-    program = make_schedule("gpipe", num_micro_batches=micro_batches, workers=one_worker_each(1))[0]
+def one_worker(copy_seconds):
+    """A stage of two parts of 1 s forward and 2 s backward, whose first one leaves, under gpipe; of six
+    micro-batches' parts three stay."""
+    offloads = {0: Offload(num_parts=2, num_leaving=1, resident=3, ahead=1)}
+    program = make_schedule("gpipe", num_micro_batches=6, workers=one_worker_each(1))[0]
     parts = PartTimes(forward_seconds=(1.0, 1.0), backward_seconds=(2.0, 2.0), copy_seconds=(copy_seconds,))
     times = stage_times((2.0,), (4.0,), parts=(parts,))
     copies = {0: group_copies(with_copies(program, offloads))}
-    return simulate_schedule(ProgramShape("gpipe", one_worker_each(1), micro_batches), times, copies=copies)
+    return simulate_schedule(ProgramShape("gpipe", one_worker_each(1), 6), times, copies=copies)
 
 
 @pytest.mark.parametrize(("copy_seconds", "stall"), [(0.0, 0.0), (2.0, 0.0), (3.0, 5.0), (5.0, 21.0)])

@@ -12,7 +12,8 @@ from tests.planner.evaluate.test_any_plan import EIGHT, PAIR, plan_of
 from tests.planner.search.test_search import MODEL, problem
 from tests.support.project import with_stages
 from yuan_train.cli.main import main
-from yuan_train.config.cluster import Cluster, Disk, Host
+from yuan_train.config.cluster import Cluster, Disk
+from yuan_train.config.devices import GIB
 from yuan_train.config.load import dump
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan, validate_plan
@@ -20,7 +21,6 @@ from yuan_train.config.units import DISK_CHUNK, written_words
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 
-GIB = 2**30
 N = 4 * MODEL.layer_parameters + MODEL.embedding_parameters
 """Parameters of the first stage of PAIR."""
 
@@ -35,8 +35,8 @@ def cost_on(nodes: Cluster, plan: Plan) -> PlanCost:
     return cost_plan(make_costs(problem(nodes, global_batch_size=plan.global_batch_size)), plan)
 
 
-def with_disk(disk: Disk | None, host: Host | None = None) -> Cluster:
-    return replace(EIGHT, nodes=tuple(replace(node, disk=disk, host=host) for node in EIGHT.nodes))
+def with_disk(disk: Disk) -> Cluster:
+    return replace(EIGHT, nodes=tuple(replace(node, disk=disk) for node in EIGHT.nodes))
 
 
 def test_a_disk_is_read_and_written_once_a_step_and_spares_the_host():

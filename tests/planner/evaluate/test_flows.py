@@ -8,13 +8,13 @@ from yuan_train.planner.evaluate.flows import MessageFlow, Transfer, run_transfe
 A, B, C, D = (Card(f"{node}/{i}", node, "Card") for node in ("x", "y") for i in range(2))
 
 
-def transfer(*cards, seconds=4.0, ready=0.0, rings=1, latency=0.0):
+def transfer(*cards, seconds=4.0, ready=0.0, rings=1):
     """A bucket of cards that takes so many seconds with one flow on its way, times the flows."""
     nodes = {card.node for card in cards}
     return Transfer(
         cards=cards,
         crossing=dict.fromkeys(nodes, rings) if len(nodes) > 1 else {},
-        seconds=lambda flows: latency + seconds * flows,
+        seconds=lambda flows: seconds * flows,
         ready=ready,
     )
 

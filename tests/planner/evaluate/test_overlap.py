@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.by_hand import entry, unit
-from tests.planner.evaluate.test_any_plan import EIGHT, ONE, on_cards, plan_of
+from tests.planner.evaluate.test_any_plan import EIGHT, ONE, PAIR, on_cards, plan_of
 from tests.planner.search.test_search import MODEL, problem
-from yuan_train.config.architecture import HALVES as HALF_NAMES
+from yuan_train.config.architecture import HALVES
 from yuan_train.config.cluster import Link
 from yuan_train.config.profile import LinkProfile, Profile
 from yuan_train.parallel.grid import Grid
@@ -19,7 +19,6 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 
 LAYER = MODEL.layer_parameters + MODEL.hidden_size
 """A bucket size for one layer; the last layer's has the final norm too."""
-HALVES = [(((0,),), 4), (((1,),), 4)]
 OTHERS = [(((2,),), 4), (((3,),), 4)]
 TWO_OF_ONE = plan_of((2, [ONE]), (2, [(((1,),), 8)]))
 """Two equal pipelines of one stage."""
@@ -106,7 +105,7 @@ def test_a_hidden_reduction_takes_compute():
 def test_other_stages_drain_meanwhile():
     # Two pipelines of two stages: the second stage ends 4 * 2 s before the first one. Its reductions of 2.5 s
     # a layer start at -8 - 3 * 2 and end at -14 + 4 * 2.5 = -4; those of the first stage start at -3 * 2.
-    plan = plan_of((4, HALVES), (4, OTHERS))
+    plan = plan_of((4, PAIR), (4, OTHERS))
     assert cost(plan, layer_seconds=2.5).grad_reduce_seconds == close(-6 + 4 * 2.5)
     # At 5 s a layer, the second stage still ends at 6, before the first one at 14.
     assert cost(plan, layer_seconds=5.0).grad_reduce_seconds == close(-6 + 4 * 5)
@@ -164,7 +163,7 @@ def test_weights_come_back_while_the_next_forward_begins():
 
 def test_later_stages_wait_for_no_weights():
     # The second stage begins 4 s after the first one, and has had its four layers' weights by then.
-    plan = replace(plan_of((4, HALVES), (4, OTHERS)), optimizer_sharding=True)
+    plan = replace(plan_of((4, PAIR), (4, OTHERS)), optimizer_sharding=True)
     assert cost(plan, layer_seconds=4.0).weight_sync_seconds == close(1)
     # 3 s a layer: the first stage's last layer waits for 12 - 3 s, the second's for 12 - 7 s.
     assert cost(plan, layer_seconds=12.0).weight_sync_seconds == close(12 - 3)
@@ -200,7 +199,7 @@ def test_halves_of_a_large_layer_are_buckets_of_their_own():
     assert [bucket.early for bucket in buckets] == [0, attention.seconds] * 8 + [0]
     # The engine has the same ones, and the tied embedding.
     found = [f"layers.{bucket.units[0] - 1}" for bucket in buckets[:-1]]
-    names = [f"{name}.{half}" for name, half in zip(found, HALF_NAMES * 8, strict=True)]
+    names = [f"{name}.{half}" for name, half in zip(found, HALVES * 8, strict=True)]
     assert [bucket.units for bucket in Grid(plan, LAYER // 2).buckets[1:]] == [
         *((n,) for n in names),
         ("head",),
@@ -226,7 +225,7 @@ def test_a_reduction_in_bf16_packs_the_gradients_of_several_owners(precision, sh
         for narrow, wide in zip(gradients(plan, "bf16"), gradients(plan, "fp32"), strict=True):
             assert narrow == pytest.approx((1 + share) * wide)
     # Of one pipeline only a tied embedding has several owners: the ends of the pipeline.
-    ends = plan_of((4, HALVES))
+    ends = plan_of((4, PAIR))
     sizes = [MODEL.embedding_parameters, 4 * MODEL.layer_parameters]
     first, _ = (n / w for n, w in zip(gradients(ends, "bf16"), gradients(ends, "fp32"), strict=True))
     assert first == pytest.approx(1 + share * sizes[0] / sum(sizes))

@@ -222,6 +222,12 @@ def _numbered(problem: PlanProblem, made: list[PipelinePlan], schedule, sharded:
     return plan_on(problem, *pipelines, cards=own, schedule=schedule, optimizer_sharding=sharded)
 
 
+def tables_of(costs: Costs, sizes: tuple[int, ...] = SIZES, widths: tuple[int, ...] = WIDTHS) -> Tables:
+    tables = make_tables(costs, sizes, widths)
+    assert tables is not None
+    return tables
+
+
 def check(costs: Costs, tables: Tables, plan: Plan) -> None:
     """Every part of the price, to 1e-9 of the step."""
     draft = draft_of(tables, plan)
@@ -245,8 +251,7 @@ def check(costs: Costs, tables: Tables, plan: Plan) -> None:
 def check_drawn(draw: random.Random, problem: PlanProblem, change=lambda plan: plan) -> int:
     """Every lawful one of 40 plans is priced as it is defined, if it divides no experts. How many."""
     costs, priced = make_costs(problem), 0
-    tables = make_tables(costs, SIZES, WIDTHS)
-    assert tables is not None
+    tables = tables_of(costs)
     for plan in (change(random_plan(draw, problem)) for _ in range(40)):
         if not plan.pipelines or next(validate_plan(plan), None) is not None:
             continue
@@ -332,8 +337,7 @@ def test_found_drafts_are_lawful_plans_of_the_price_they_say(
     if is_measured:
         problem = with_gloo(draw, with_profile(draw, problem))
     costs = make_costs(problem)
-    tables = make_tables(costs, SIZES, WIDTHS)
-    assert tables is not None
+    tables = tables_of(costs)
     found = search(tables, schedules=schedules)
     assert found.drafts and list(found.steps) == sorted(found.steps)
     for step, draft in zip(found.steps, found.drafts, strict=True):
@@ -345,8 +349,7 @@ def test_found_drafts_are_lawful_plans_of_the_price_they_say(
 
 
 def test_a_search_gives_the_same_drafts_again_and_loses_none_that_it_is_given() -> None:
-    tables = make_tables(make_costs(random_problem(random.Random(1))), SIZES, WIDTHS)
-    assert tables is not None
+    tables = tables_of(make_costs(random_problem(random.Random(1))))
     first, again = search(tables), search(tables)
     assert first.steps == again.steps
     assert [plan_of(tables, draft) for draft in first.drafts] == [
@@ -359,8 +362,7 @@ def test_a_search_gives_the_same_drafts_again_and_loses_none_that_it_is_given() 
 @pytest.mark.parametrize("seed", [1, 7])
 def test_search_keys_limit_what_is_found(seed: int) -> None:
     problem = random_problem(random.Random(seed))
-    tables = make_tables(make_costs(problem), SIZES, WIDTHS)
-    assert tables is not None
+    tables = tables_of(make_costs(problem))
     everything = 2**64 - 1
     number = {card.name: i for i, card in enumerate(problem.cluster.cards)}
 
@@ -395,8 +397,7 @@ def test_search_keys_limit_what_is_found(seed: int) -> None:
 
 def test_activations_leave_short_cards_where_that_is_faster_and_never_those_of_virtual_stages() -> None:
     given, _ = of_short_cards(1e12)
-    tables = make_tables(make_costs(given), (1,), (1,))
-    assert tables is not None
+    tables = tables_of(make_costs(given), (1,), (1,))
 
     def away(draft: DraftTable) -> int:
         return sum(stage.away for stage in draft.stages[: draft.num_stages])

@@ -6,11 +6,11 @@ import pytest
 
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
+from yuan_train.config.devices import GIB
 from yuan_train.config.plan import snapshot_bytes
 from yuan_train.config.plan_constraints import load_plan
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-GIB = 2**30
 WORKSTATIONS = """\
 name: workstations
 nodes:

@@ -86,12 +86,6 @@ def test_overrides_reach_the_search(tmp_path):
     [
         (["--config", RUN, "search.tensr=[1]"], 2, "did you mean 'tensor'"),
         (
-            ["--config", RUN, "search.tensor=[3]"],
-            2,
-            "search.tensor: [3] asks for what training cannot run yet, or not with this model; add 1",
-        ),
-        ([], 2, "give --model F, or --config F"),
-        (
             ["--config", RUN, "--model", str(CONFIGS / "model" / "yuan2-2b.yaml")],
             2,
             "name different models (num_layers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.planner.by_hand import candidate_of
 from tests.planner.search.test_offload import pipeline_of
 from tests.planner.search.test_search import MODEL, card, cluster, problem
 from tests.support.project import with_stages
@@ -14,7 +15,6 @@ from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.answer import bound_values, bound_words
 from yuan_train.planner.report.terminal import differences, limited_by, slower_because
 from yuan_train.planner.search.bounds import Bound
-from yuan_train.planner.search.candidate import Candidate, first_shape
 
 
 def test_a_bound_is_said_with_its_plans_and_what_it_knows() -> None:
@@ -26,11 +26,6 @@ def test_a_bound_is_said_with_its_plans_and_what_it_knows() -> None:
     assert len(bound_words(bound, 2.0, 55)) == 2, "no one measured more cards"
     assert bound_values(bound) == {"seconds": 1.6, "schedules": ["1f1b"], "micro_batch_sizes": [1, 2]}
     assert bound_values(None) is None
-
-
-def candidate_of(given: PlanProblem, plan: Plan) -> Candidate:
-    cost = cost_plan(make_costs(given), plan)
-    return Candidate(plan=plan, cost=cost, shape=first_shape(plan, cost))
 
 
 def two_stages(given: PlanProblem, layers: int, **first: object) -> Plan:
@@ -53,9 +48,9 @@ def test_replicas_divide_what_limits_a_stage() -> None:
 
 def test_a_runner_up_says_in_what_it_differs() -> None:
     given = problem(cluster(Card=(3, card())))
-    half = MODEL.num_layers // 2
-    best = candidate_of(given, two_stages(given, half))
-    other = candidate_of(given, two_stages(given, half, recompute="full", in_flight=4))
+    costs, half = make_costs(given), MODEL.num_layers // 2
+    best = candidate_of(costs, two_stages(given, half))
+    other = candidate_of(costs, two_stages(given, half, recompute="full", in_flight=4))
     assert differences(other, best) == f"recompute {half} full,none; in flight 4,least"
     assert differences(best, best) == "the same on other cards of these types"
     slower = replace(best.cost, compute_seconds=best.cost.compute_seconds + 1)

@@ -18,7 +18,6 @@ def write_files(case, folder, *, ends_in_layers):
     """Write cluster.yaml, model.yaml and profile.json of a case. Its first and last layer become embedding
     and head; with `ends_in_layers` all its layers are layers, and embedding and head cost nothing."""
     layers, devices = case["layers"], case["devices"]
-    types = sorted({device["type"] for device in devices})
     body = layers if ends_in_layers else layers[1:-1]
     nodes, described, kinds = [], {}, {}
     for i, device in enumerate(devices):
@@ -32,7 +31,6 @@ def write_files(case, folder, *, ends_in_layers):
             "memory_bandwidth": "1 GB/s",
         }
         nodes.append({"name": NAMES[i], "device": name, "network": {"bandwidth": "1 GB/s"}})
-    assert types
     (folder / "cluster.yaml").write_text(
         yaml.safe_dump({"name": "case", "nodes": nodes, "device_types": described})
     )
@@ -56,9 +54,7 @@ def write_files(case, folder, *, ends_in_layers):
             "output_bytes": layer["out_bytes"],
         }
 
-    nothing = dict.fromkeys(
-        ("forward_seconds", "backward_seconds", "state_bytes", "activation_bytes", "output_bytes"), 0
-    )
+    nothing = dict.fromkeys(unit(layers[0], devices[0]["type"]), 0)
     entries = [
         {
             "device_type": name,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.by_hand import pipeline_of, plan_on
+from tests.planner.by_hand import candidate_of, pipeline_of, plan_on
 from tests.support.models import tiny_model
 from tests.support.project import with_stages
 from tools.bench.problems import endless
@@ -19,7 +19,6 @@ from yuan_train.planner.costs.owners import divides_alike
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.candidate import Candidate, first_shape
 from yuan_train.planner.search.local import descend, move_halves
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options
@@ -137,7 +136,6 @@ def test_pipelines_that_divide_experts_are_shifted_alike_or_not_at_all() -> None
     assert not list(validate_plan(plan))
     costs = make_costs(problem)
     options = read_options(SearchConfig(micro_batch_size=(1,)), micro_batch_size=1, model=problem.model)
-    cost = cost_plan(costs, plan)
-    known = Candidate(plan=plan, cost=cost, shape=first_shape(plan, cost))
+    known = candidate_of(costs, plan)
     shifted = descend(endless(costs, options), known, move_halves)
     assert divides_alike(shifted.plan) and shifted.step_seconds <= known.step_seconds

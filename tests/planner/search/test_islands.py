@@ -11,6 +11,7 @@ from tests.support.models import tiny_model
 from tools.bench.problems import endless, large_problem, mixed_problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
+from yuan_train.config.plan import StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
@@ -18,7 +19,7 @@ from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import plan_of
 from yuan_train.planner.search import islands
-from yuan_train.planner.search.candidate import Space
+from yuan_train.planner.search.candidate import Candidate, Space
 from yuan_train.planner.search.find import Plans
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options, wanted_shapes
@@ -46,6 +47,14 @@ def on_nodes(*nodes: NodeGroup, batch: int, num_layers: int = 4) -> PlanProblem:
         global_batch_size=batch,
         precision="bf16",
     )
+
+
+def best_of(problem: PlanProblem, **keys: Any) -> Candidate:
+    return search_plan(problem, SearchConfig(**keys), micro_batch_size=1).best
+
+
+def stages_of(found: Candidate) -> list[StagePlan]:
+    return [stage for one in found.plan.pipelines for stage in one.stages]
 
 
 def test_a_time_limit_leaves_a_lawful_plan_on_thousands_of_cards():
@@ -107,14 +116,12 @@ def test_a_batch_that_does_not_divide_is_dealt_by_single_sequences() -> None:
 
 def test_many_cards_are_searched_as_islands_within_the_limits_of_the_search_keys() -> None:
     problem = on_nodes(*NODES, batch=48, num_layers=12)
-    keys = SearchConfig(pipelines=(6, 9), tensor=(1, 2))
-    best = search_plan(problem, keys, micro_batch_size=1).best
+    best = best_of(problem, pipelines=(6, 9), tensor=(1, 2))
     assert len(best.plan.pipelines) in (6, 9)
-    widths = {len(own) for one in best.plan.pipelines for stage in one.stages for own in stage.replicas}
-    assert widths <= {1, 2}
-    free = search_plan(problem, SearchConfig(), micro_batch_size=1).best
+    assert {len(own) for stage in stages_of(best) for own in stage.replicas} <= {1, 2}
+    free = best_of(problem)
     assert free.step_seconds <= best.step_seconds
-    assert search_plan(problem, SearchConfig(), micro_batch_size=1).best.plan == free.plan
+    assert best_of(problem).plan == free.plan
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -135,13 +142,9 @@ def test_the_price_of_an_island_counts_what_is_on_hosts(count: int) -> None:
 def test_hosts_help_many_cards_whose_memory_state_fills() -> None:
     problem = large_problem(64, irregular=True)
     problem = replace(problem, model=replace(problem.model, num_layers=100))
-    cards, free = (
-        search_plan(problem, keys, micro_batch_size=1).best
-        for keys in (SearchConfig(offload=()), SearchConfig())
-    )
-    assert free.step_seconds < 0.95 * cards.step_seconds
-    stages = [stage for one in free.plan.pipelines for stage in one.stages]
-    assert any(stage.optimizer_offload or stage.activation_offload for stage in stages)
+    free = best_of(problem)
+    assert free.step_seconds < 0.95 * best_of(problem, offload=()).step_seconds
+    assert any(stage.optimizer_offload or stage.activation_offload for stage in stages_of(free))
 
 
 def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts() -> None:
@@ -149,9 +152,9 @@ def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts()
     problem = replace(problem, global_batch_size=64, model=replace(problem.model, num_layers=200))
     own, optimizer, room = state_of(make_costs(problem), problem.cluster.cards)
     assert own + optimizer > room
-    best = search_plan(problem, SearchConfig(), micro_batch_size=1).best
+    best = best_of(problem)
     assert best.cost.fits
-    stages = [stage for one in best.plan.pipelines for stage in one.stages]
+    stages = stages_of(best)
     assert sum(stage.optimizer_offload > 0.0 for stage in stages) > len(stages) / 2
 
 
@@ -160,7 +163,7 @@ def test_what_hosts_have_no_room_for_is_recomputed_on_few_cards() -> None:
     problem = replace(problem, model=replace(problem.model, num_layers=74))
     own, optimizer, room = state_of(make_costs(problem), problem.cluster.cards)
     assert own + optimizer > room
-    best = search_plan(problem, SearchConfig(effort="quick"), micro_batch_size=1).best
+    best = best_of(problem, effort="quick")
     # It takes 611 s where stages put state on hosts that have no room for it, and drafts are drawn alike.
     assert best.cost.fits
     assert best.step_seconds < 400
@@ -179,18 +182,18 @@ def test_the_nearest_plan_is_taken_where_a_search_meets_none_that_fits(
         return space, Plans(shapes=shapes, has_all_shapes=True, ranked=(), num_simulated=1, any_fits=False)
 
     monkeypatch.setattr("yuan_train.planner.search.search.find_plans", nothing)
-    best = search_plan(problem, SearchConfig(), micro_batch_size=1).best
+    best = best_of(problem)
     assert best.cost.fits
     assert not list(validate_plan(best.plan))
     # Three times the layers are more than cards and hosts hold together: nothing is searched.
     monkeypatch.setattr("yuan_train.planner.search.search.find_plans", None)
     problem = replace(problem, model=replace(problem.model, num_layers=600))
     with pytest.raises(NoPlanFits, match=r"no plan fits: .* TiB on all cards\. Nearest"):
-        search_plan(problem, SearchConfig(), micro_batch_size=1)
+        best_of(problem)
     # Nor is it where no card has room for a layer.
     problem = replace(problem, model=replace(problem.model, num_layers=4), memory_fraction=0.07)
     with pytest.raises(NoPlanFits, match=r"no plan fits\. Nearest: [456] stages; .* layers? [0-3].* needs"):
-        search_plan(problem, SearchConfig(tensor=(1,)), micro_batch_size=1)
+        best_of(problem, tensor=(1,))
 
 
 def test_islands_are_as_many_as_memory_suffices_for() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.planner.by_hand import pipeline, plan_on
-from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem, with_hosts
+from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from tests.support.project import with_stages
 from yuan_train.config.cluster import Host
 from yuan_train.config.errors import NoPlanFits
@@ -217,8 +217,8 @@ SHORT = {"recompute": ("none", "full"), "pipelines": (1,), "tensor": (1,), "repl
 
 def of_short_cards(host_link, **search):
     """Four cards in one pipeline, of which the first has no room for what it has in flight."""
-    types = {"Card": replace(card(0.19), host_link=host_link)}
-    cards = with_hosts(replace(cluster(Card=(4, card())), device_types=types))
+    cards = cluster(Card=(4, replace(card(0.19), host_link=host_link)))
+    cards = replace(cards, nodes=(replace(cards.nodes[0], host=Host(memory=1000 * GIB)),))
     given = problem(cards, model=DEEP, global_batch_size=32)
     return given, find(given, 4, **SHORT, **search)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.planner.by_hand import pipeline, plan_on
 from tests.support.models import tiny_model
-from yuan_train.config.cluster import CardCount, Cluster, DedicatedLink, Host, Link, NodeGroup, load_cluster
+from yuan_train.config.cluster import CardCount, Cluster, DedicatedLink, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.express import is_expressible
@@ -56,12 +56,6 @@ def cluster(**types: tuple[int, DeviceType]) -> Cluster:
         ),
         device_types={name: device for name, (_, device) in types.items()},
     )
-
-
-def with_hosts(cards: Cluster, memory_gib: float = 1000.0) -> Cluster:
-    """The cluster with hosts of so much memory; without, each has as much as its cards."""
-    host = Host(memory=int(memory_gib * GIB))
-    return replace(cards, nodes=tuple(replace(group, host=host) for group in cards.nodes))
 
 
 def problem(cards: Cluster, **changes: object) -> PlanProblem:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.planner.by_hand import candidate_of
 from tests.planner.search.test_offload import pipeline_of
 from tests.planner.search.test_search import MODEL, card, cluster, find, problem
 from tests.support.project import with_stages
@@ -23,7 +24,6 @@ from yuan_train.planner.search.candidate import (
     NAMES,
     Candidate,
     burdens,
-    first_shape,
     passed_over,
     prefer_simple,
     simplicity_note,
@@ -48,9 +48,8 @@ def test_a_warm_up_that_gains_little_is_left_out_and_one_that_gains_more_is_not(
     assert [a - b for a, b in zip(burdens(deep), burdens(plain), strict=True)] == [
         int(name == "warm-ups of their own") for name in NAMES
     ]
-    costed = cost_plan(costs, deep)
-    fastest = Candidate(plan=deep, cost=costed, shape=first_shape(deep, costed))
-    gain = cost_plan(costs, plain).step_seconds / costed.step_seconds - 1
+    fastest = candidate_of(costs, deep)
+    gain = cost_plan(costs, plain).step_seconds / fastest.step_seconds - 1
     assert gain > 0
     for simplicity, taken in ((gain * 1.01, plain), (gain * 0.99, deep)):
         options = read_options(SearchConfig(simplicity=simplicity), micro_batch_size=1, model=given.model)
@@ -68,8 +67,7 @@ def test_a_warm_up_that_gains_little_is_left_out_and_one_that_gains_more_is_not(
 def test_a_gain_that_rounds_to_nothing_is_not_said(gain: float, wanted: tuple[str, ...]) -> None:
     given = problem(cluster(Card=(2, card())))
     plan = pipeline_of(given, given.cluster.cards, (0, 2, MODEL.num_layers))
-    costed = cost_plan(make_costs(given), plan)
-    faster = Candidate(plan=plan, cost=costed, shape=first_shape(plan, costed))
+    faster = candidate_of(make_costs(given), plan)
     slower = cast(Candidate, SimpleNamespace(step_seconds=faster.step_seconds * (1 + gain)))
     assert tuple(note[:28] for note in passed_over(slower, faster)) == wanted
 
@@ -108,8 +106,7 @@ def test_what_cannot_run_without_a_thing_keeps_it(monkeypatch: pytest.MonkeyPatc
     """Activations away may need the depths that a simpler plan would leave out."""
     given = problem(cluster(Card=(2, card())), global_batch_size=16)
     costs, (_, deep) = make_costs(given), plain_and_deep(given)
-    costed = cost_plan(costs, deep)
-    fastest = Candidate(plan=deep, cost=costed, shape=first_shape(deep, costed))
+    fastest = candidate_of(costs, deep)
 
     def refuse(*_: object) -> None:
         raise PlanError("resident_parts: 6 is too small")
