@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,22 +188,29 @@ class FakePlanner:
         return max([1.0, *pace.values()])
 
 
-def lead_of(folder: Path, planner: FakePlanner, room: FakeRoom, monkeypatch: pytest.MonkeyPatch) -> Lead:
+MakeLead = Callable[..., Lead]
+
+
+@pytest.fixture
+def lead_of(plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeLead:
+    """Makes the lead of a room, whose run is in the test's folder or one inside; without a planner of its
+    own the plan of two cards gains as much for a slow one."""
     monkeypatch.setattr("yuan_train.supervise.agent.LOOK_SECONDS", 0.0)
-    run = run_config(
-        make_project(folder),
-        "train.steps=100000",
-        f"log.directory={folder / 'log'}",
-        f"checkpoint.directory={folder / 'checkpoints'}",
-    )
-    nodes = ("card",)
-    no_ranks: Any = None
-    plans = {"find_plan": planner.find, "price_plan": planner.price}
-    job = Supervised(run=run, words=(), nodes=nodes, **plans, nursery=no_ranks)
-    members = {name: Agent(name, "token", "127.0.0.1", 1) for name in ("card", "other")}
-    lead = Lead(job, room, FakeRound(), members)  # pyright: ignore[reportArgumentType]
-    lead.give_order()
-    return lead
+
+    def make(room: FakeRoom, own: FakePlanner | None = None, *, gain: float = 0.5, name: str = "") -> Lead:
+        planner, folder = own or FakePlanner(plans[2], gain), tmp_path / name
+        folder.mkdir(exist_ok=True)
+        directories = f"log.directory={folder / 'log'}", f"checkpoint.directory={folder / 'checkpoints'}"
+        run = run_config(make_project(folder), "train.steps=100000", *directories)
+        found = {"find_plan": planner.find, "price_plan": planner.price}
+        no_ranks: Any = None
+        job = Supervised(run=run, words=(), nodes=("card",), **found, nursery=no_ranks)
+        members = {name: Agent(name, "token", "127.0.0.1", 1) for name in ("card", "other")}
+        lead = Lead(job, room, FakeRound(), members)  # pyright: ignore[reportArgumentType]
+        lead.give_order()
+        return lead
+
+    return make
 
 
 def write_lines(folder: Path, found: list[Any]) -> None:
@@ -219,12 +226,12 @@ def round_of(lead: Lead) -> FakeRound:
 
 
 def test_a_slow_card_is_planned_for_and_later_not(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lead_of: MakeLead, plans: dict[int, Plan], tmp_path: Path
 ) -> None:
     planner, room = FakePlanner(plans[2], gain=0.5), FakeRoom()
     # A card that no plan has used since keeps the pace that it had.
     room.remember("pace", {"left/0": 0.5})
-    lead = lead_of(tmp_path, planner, room, monkeypatch)
+    lead = lead_of(room, planner)
     for steps in (5, 30):
         write_lines(tmp_path, lines(2, steps, 0.0, 0))
         lead.look_around()
@@ -259,7 +266,7 @@ def test_a_slow_card_is_planned_for_and_later_not(
     lead.look_around()
     assert len(round_of(lead).moves) == 1 and not stopped(lead)
     # A start after that, for whatever reason, has the same plan.
-    again = lead_of(tmp_path, planner, room, monkeypatch)
+    again = lead_of(room, planner)
     assert round_of(again).orders[0].number == 2 and round_of(again).orders[0].plan == path.read_text()
     # As forecast for the slow card, both are at the pace of the plan; then it is three times as fast.
     write_lines(tmp_path, lines(2, 30, 0.0, 0))
@@ -273,26 +280,24 @@ def test_a_slow_card_is_planned_for_and_later_not(
 
 
 def test_what_the_processes_cannot_become_takes_a_restart(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lead_of: MakeLead, plans: dict[int, Plan], tmp_path: Path
 ) -> None:
     """Known before it is asked, or told by ranks that have ended in its place: the journal has the reason."""
     slow = lines(2, 60, 0.0, 0, slow_from=30)
-    room = FakeRoom()
-    lead = lead_of(tmp_path, FakePlanner(plans[2], 0.5, single_card(plans[2])), room, monkeypatch)
+    lead = lead_of(FakeRoom(), FakePlanner(plans[2], 0.5, single_card(plans[2])))
     write_lines(tmp_path, slow)
     lead.look_around()
     assert stopped(lead).endswith("; by a restart, for the plan leaves out card/1")
     assert not round_of(lead).moves
     folder, room = tmp_path / "again", FakeRoom()
-    folder.mkdir()
-    lead = lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    lead = lead_of(room, name="again")
     write_lines(folder, slow)
     lead.look_around()
     assert round_of(lead).moves and not stopped(lead)
     round_of(lead).ended = {0: Done(0, obstacle="no room"), 1: Done(0)}
     lead.judge()
     assert stopped(lead) == "Verdict(again=True, stay=())"
-    lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    lead_of(room, name="again")
     moved = read_entries(folder / "log")[0][-1]
     assert moved.event == "moved" and moved.reason.endswith("; by a restart, for no room")
     assert moved.live_seconds is None
@@ -305,12 +310,9 @@ def single_card(plan: Plan) -> Plan:
     return replace(plan, ranks=plan.ranks[:1], pipelines=(replace(pipeline, stages=(stage,)),))
 
 
-def test_a_slow_card_stays_where_nothing_gains(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_card_stays_where_nothing_gains(lead_of: MakeLead, tmp_path: Path) -> None:
     """That is weighed and written once, until the card changes again."""
-    planner = FakePlanner(plans[2], gain=0.0)
-    lead = lead_of(tmp_path, planner, FakeRoom(), monkeypatch)
+    lead = lead_of(FakeRoom(), gain=0.0)
     for steps in (10, 60, 70, 80):
         write_lines(tmp_path, lines(2, steps, 0.0, 0, slow_from=12))
         lead.look_around()
@@ -319,11 +321,9 @@ def test_a_slow_card_stays_where_nothing_gains(
     assert "card/1 computes 3.0 times as long" in read_entries(tmp_path / "log")[0][-1].reason
 
 
-def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(lead_of: MakeLead, tmp_path: Path) -> None:
     room = FakeRoom()
-    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
+    lead = lead_of(room, gain=0.0)
     lead.judge()
     assert (
         room.recall("why") == "other had to go (SIGTERM)" and stopped(lead) == "Verdict(again=True, stay=())"
@@ -343,11 +343,11 @@ def test_a_node_that_had_to_go_is_the_reason_of_the_next_start(
 
 
 def test_a_lead_without_whom_the_others_have_gone_on_decides_nothing(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lead_of: MakeLead, tmp_path: Path
 ) -> None:
     """It was cut off: what it would write down of its start is another lead's by now."""
     room = FakeRoom()
-    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.0), room, monkeypatch)
+    lead = lead_of(room, gain=0.0)
     kept, said = dict(room.kept), read_entries(tmp_path / "log")
     round_of(lead).is_over, round_of(lead).ended = True, {0: Done(1, "rank 1 does not answer"), 1: Done(0)}
     lead.judge()
@@ -359,12 +359,10 @@ def test_a_lead_without_whom_the_others_have_gone_on_decides_nothing(
     assert room.recall("why") == "rank 1 does not answer"
 
 
-def test_a_damaged_log_stops_no_lead(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_log_stops_no_lead(lead_of: MakeLead, plans: dict[int, Plan], tmp_path: Path) -> None:
     """What is whole of it still tells of a slow card, also where not each step has the ranks' times."""
     planner = FakePlanner(plans[2], gain=0.5)
-    lead = lead_of(tmp_path, planner, FakeRoom(), monkeypatch)
+    lead = lead_of(FakeRoom(), planner)
     write_lines(tmp_path, lines(2, 10, 0.0, 0))
     lead.look_around()
     path = tmp_path / "log" / "metrics.jsonl"
@@ -387,12 +385,10 @@ def test_a_damaged_log_stops_no_lead(
     assert len(round_of(lead).moves) == 1
 
 
-def test_ranks_of_which_an_agent_is_lost_are_ended(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_which_an_agent_is_lost_are_ended(lead_of: MakeLead, tmp_path: Path) -> None:
     """The others would wait for them in a start or a save. A node without ranks keeps nobody."""
     room = FakeRoom()
-    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    lead = lead_of(room)
     for steps in (0, 3):
         write_lines(tmp_path, lines(2, steps, 0.0, 0))
         for gone in ((), ("another",), ("token",)):
@@ -407,7 +403,7 @@ def test_ranks_of_which_an_agent_is_lost_are_ended(
 
 
 def test_a_start_ends_once_some_of_its_ranks_have_failed(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lead_of: MakeLead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for them, untold, until all have met. A clean end, and one behind a step, are none."""
     monkeypatch.setattr("yuan_train.supervise.agent.HOPELESS_SECONDS", 0.0)
@@ -417,16 +413,15 @@ def test_a_start_ends_once_some_of_its_ranks_have_failed(
         (3, {1: Done(1, "rank 1 was killed by SIGKILL")}, ""),
     ):
         room = FakeRoom()
-        (folder := tmp_path / f"{steps}-{wanted}").mkdir()
-        lead = lead_of(folder, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+        name = f"{steps}-{wanted}"
+        lead = lead_of(room, name=name)
         round_of(lead).ended = ended
-        write_lines(folder, lines(2, steps, 0.0, 0))
+        write_lines(tmp_path / name, lines(2, steps, 0.0, 0))
         for _ in range(3):
             lead.look_around()
         assert stopped(lead) == wanted
     # Whose ranks were ended for that counts as a fault of the start, and is not taken for a lost agent.
-    (tmp_path / "fault").mkdir()
-    lead = lead_of(tmp_path / "fault", FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    lead = lead_of(room, name="fault")
     round_of(lead).stopped, round_of(lead).ended = "hopeless", {1: Done(1, "rank 1 was killed"), 0: Done(0)}
     lead.judge()
     assert room.recall("why") == "rank 1 was killed"
@@ -434,10 +429,10 @@ def test_a_start_ends_once_some_of_its_ranks_have_failed(
 
 
 def test_who_was_to_be_let_in_and_has_gone_is_named(
-    plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lead_of: MakeLead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = FakeRoom()
-    lead = lead_of(tmp_path, FakePlanner(plans[2], gain=0.5), room, monkeypatch)
+    lead = lead_of(room)
     monkeypatch.setattr(room, "waiting", lambda *_: ("third",))
     write_lines(tmp_path, lines(2, 3, 0.0, 0))
     move = Weighed(is_worth_it=True, reason="so")
