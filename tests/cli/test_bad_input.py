@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import shutil
 import sys
@@ -47,18 +46,20 @@ def edit_plan(run_file: Path, path: Path, change: Callable[[dict], object]) -> P
     return path
 
 
-PLANS: dict[str, tuple[Callable[[dict], object], str]] = {
-    "a plan for another model": (lambda p: p["model"].update(hidden_size=64, head_dim=32), "another run"),
-    "a batch that does not add up": (lambda p: p.update(global_batch_size=9), "take 8 sequences"),
-}
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_plans(name: str, run_file: Path, tmp_path: Path, refuse: Refuse) -> None:
-    change, expected = PLANS[name]
-    plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: change(p))
-    message = refuse("train", "--config", run_file, "--plan", plan)
-    assert re.search(expected, message), message
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda p: p["model"].update(hidden_size=64, head_dim=32), "another run"),
+        (lambda p: p.update(global_batch_size=9), "take 8 sequences"),
+        (lambda p: None, "2 ranks, but 1 process was started"),
+    ],
+    ids=["another model", "another batch", "another number of processes"],
+)
+def test_plans(
+    change: Callable[[dict], object], expected: str, run_file: Path, tmp_path: Path, refuse: Refuse
+) -> None:
+    plan = edit_plan(run_file, tmp_path / "plan.yaml", change)
+    assert expected in refuse("train", "--config", run_file, "--plan", plan)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +81,6 @@ def test_a_card_without_the_precision(
     message = refuse("train", "--config", config, "--plan", plan)
     assert f"train.precision: {precision}, but the plan uses card/1 ({device}) without" in message
     assert f"set train.precision: {usable}" in message
-
-
-def test_world_size(run_file: Path, tmp_path: Path, refuse: Refuse) -> None:
-    plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
-    assert "2 ranks, but 1 process was started" in refuse("train", "--config", run_file, "--plan", plan)
 
 
 def test_a_real_card_where_there_is_none(

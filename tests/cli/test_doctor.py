@@ -1,15 +1,16 @@
 """`doctor`: what it finds on this machine, and on simulated ones."""
 
-import importlib.machinery
 import json
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.fake_card import FakeCard
 from tests.support.project import make_plan, on_devices, run_config
 from yuan_train.cli import doctor
 from yuan_train.cli.main import main
@@ -51,20 +52,13 @@ def test_what_the_second_engine_would_run(
         return examined(capsys)["megatron"]
 
     assert found()["tested_versions"] and found()["optimizer_step"] == "torch's AdamW"
-    for name, expected in (
-        ("apex", "apex's FusedAdam"),
-        ("transformer_engine", "TransformerEngine's FusedAdam"),
+    for module, expected in (
+        ("apex.optimizers", "apex's FusedAdam"),
+        ("transformer_engine.pytorch.optimizers", "TransformerEngine's FusedAdam"),
     ):
-        package = types.ModuleType(name)
-        package.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        package.__path__ = []
-        monkeypatch.setitem(sys.modules, name, package)
+        install(monkeypatch, module.partition(".")[0])
         assert found()["optimizer_step"] != expected
-        inner = "optimizers" if name == "apex" else "pytorch.optimizers"
-        module = types.ModuleType(f"{name}.{inner}")
-        module.FusedAdam = object  # pyright: ignore[reportAttributeAccessIssue]
-        monkeypatch.setitem(sys.modules, f"{name}.pytorch", types.ModuleType(f"{name}.pytorch"))
-        monkeypatch.setitem(sys.modules, f"{name}.{inner}", module)
+        install(monkeypatch, module, FusedAdam=object)
         assert found()["optimizer_step"] == expected
     monkeypatch.setattr(doctor, "_version", lambda name: "0.16.1")
     assert main(["doctor", "--verbose"]) == 0
@@ -130,17 +124,11 @@ def install(monkeypatch: pytest.MonkeyPatch, module: str, **attributes: object) 
     for depth in range(1, len(names) + 1):
         name = ".".join(names[:depth])
         made = types.ModuleType(name)
-        made.__spec__ = importlib_spec(name)
+        made.__spec__ = ModuleSpec(name, None, is_package=True)
         made.__path__ = []
         monkeypatch.setitem(sys.modules, name, made)
     for name, value in attributes.items():
         setattr(sys.modules[module], name, value)
-
-
-def importlib_spec(name: str) -> Any:
-    from importlib.machinery import ModuleSpec
-
-    return ModuleSpec(name, None, is_package=True)
 
 
 def test_nvidias_apex_is_recognised_by_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +152,6 @@ def test_a_package_that_breaks_on_import_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_card_without_bf16_is_detected() -> None:
-    from tests.support.fake_card import FakeCard
-
     card = doctor._card(FakeCard(name="Tesla V100", capability=(7, 0), memory=32 << 30))
     assert (card["bf16"], card["capability"], card["memory_bytes"]) == (False, "7.0", 32 << 30)
     assert "fp16" in card["note"]

@@ -20,10 +20,6 @@ from yuan_train.config.errors import CheckpointError, ConfigError, NoPlanFits, T
 CLI = Path(command_line.__file__).parent
 
 
-def module_of(name: str) -> Path:
-    return CLI / f"{name.replace('-', '_')}.py"
-
-
 # --- the list of commands --------------------------------------------------------------------------------
 
 

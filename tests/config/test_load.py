@@ -161,8 +161,17 @@ def test_nesting_that_would_end_the_process(text: str) -> None:
         parse_document(text, name="deep.yaml")
 
 
-def test_brackets_in_a_text_are_not_nesting() -> None:
-    assert parse_document(f"name: '{'[' * 500}'", name="flat.yaml").value == {"name": "[" * 500}
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (f"name: '{'[' * 500}'", {"name": "[" * 500}),  # brackets in a text are not nesting
+        ("a: '4'\nb: \"null\"\n", {"a": "4", "b": "null"}),  # quotes keep text
+        ("a: &x [1, 2]\nb: *x\n", {"a": [1, 2], "b": [1, 2]}),
+    ],
+    ids=["brackets", "quotes", "anchors"],
+)
+def test_values(text: str, value: object) -> None:
+    assert parse_document(text, name="f").value == value
 
 
 @pytest.mark.parametrize(
@@ -260,14 +269,6 @@ def test_overrides_reach_into_lists(tmp_path: Path) -> None:
 def test_scalars(text: str, value: object) -> None:
     got = parse_scalar(text)
     assert got == value and type(got) is type(value)
-
-
-def test_quotes_keep_text() -> None:
-    assert parse_document("a: '4'\nb: \"null\"\n", name="f").value == {"a": "4", "b": "null"}
-
-
-def test_anchors_are_fine() -> None:
-    assert parse_document("a: &x [1, 2]\nb: *x\n", name="f").value == {"a": [1, 2], "b": [1, 2]}
 
 
 def test_json_is_read_too(tmp_path: Path) -> None:
