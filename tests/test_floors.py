@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ENGINE = {"torch", "yuan_kernels"}
 
+BELOW_TRAIN = {"config", "schedule", "yuan_kernels", "models", "data", "objectives", "parallel", "checkpoint"}
 MAY_IMPORT = {
     "config": set[str](),
     "schedule": set[str](),
@@ -28,44 +29,15 @@ MAY_IMPORT = {
     "objectives": {"config"},
     "parallel": {"config", "schedule", "yuan_kernels"},
     "checkpoint": {"config", "models", "parallel"},
-    "train": {"config", "schedule", "yuan_kernels", "models", "data", "objectives", "parallel", "checkpoint"},
+    "train": BELOW_TRAIN,
     "megatron": {"config", "yuan_kernels", "models", "data", "parallel", "checkpoint", "train"},
     "rl": {"config", "schedule", "models", "data", "objectives", "parallel", "checkpoint", "train"},
-    "profile": {
-        "config",
-        "schedule",
-        "yuan_kernels",
-        "models",
-        "data",
-        "objectives",
-        "parallel",
-        "checkpoint",
-        "train",
-        "rl",
-        "planner",
-    },
+    "profile": BELOW_TRAIN | {"train", "rl", "planner"},
     "serve": {"config", "models", "data", "parallel", "checkpoint", "train", "rl"},
     "supervise": {"config", "report", "checkpoint", "parallel", "train"},
-    "cli": {
-        "machine",
-        "serve",
-        "supervise",
-        "megatron",
-        "profile",
-        "config",
-        "schedule",
-        "yuan_kernels",
-        "models",
-        "data",
-        "objectives",
-        "parallel",
-        "checkpoint",
-        "train",
-        "planner",
-        "estimate",
-        "report",
-        "rl",
-    },
+    "cli": BELOW_TRAIN
+    | {"train", "rl", "megatron", "profile", "serve", "supervise"}
+    | {"machine", "report", "planner", "estimate"},
 }
 """Folders of ours that each folder may import, besides itself; lower floors stand first."""
 

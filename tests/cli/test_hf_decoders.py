@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.support.commands import Ask, Refuse, command
 from tests.support.hf_decoders import write_llama
+from tests.support.project import write_lines
 from tests.support.yuan_hf import read_published, same_bits
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.data.indexed import IndexedDataset
@@ -59,7 +60,7 @@ def test_the_tokenizer_knows_what_begins_and_ends(imported: Path) -> None:
     assert tokenizer.role_id("bos_token") == BEGIN and tokenizer.role_id("pad_token") is None
 
 
-def test_the_tokenizer_of_a_checkpoint_is_named_by_it(imported: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_of_a_checkpoint_is_named_by_it(imported: Path) -> None:
     """As the folder of checkpoints, or one of them."""
     wanted = Tokenizer.load(imported / "step-00000000" / "tokenizer").digest
     assert Tokenizer.load(imported).digest == Tokenizer.load(imported / "step-00000000").digest == wanted
@@ -108,8 +109,8 @@ def test_chat(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == alone["text"] + "\n", "the answer alone"
     system = {"role": "system", "content": "be brief"}
     lines = [{"messages": [system, {"role": "user", "content": "hi"}]}, {"messages": [system]}]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert command(*generate(imported, "--chat", "--prompts", tmp_path / "chats.jsonl")) == 0
+    chats = write_lines(tmp_path / "chats.jsonl", lines)
+    assert command(*generate(imported, "--chat", "--prompts", chats)) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert first == alone
     assert second["prompt_ids"] == tokenizer.encode(

@@ -309,9 +309,7 @@ def test_the_lines_of_all_machines(machines: Machines, capsys: pytest.CaptureFix
     assert "train.seed=3 --this-node b --rendezvous y:29500" in second
 
 
-def test_a_batch_script(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_script(machines: Machines, capsys: pytest.CaptureFixture[str]) -> None:
     """A component for each kind of node, and the same command in the job."""
     plan = load_plan("plan.yaml")
     kinds = [("big-0/0", "A100-80G"), ("big-1/0", "A100-80G"), ("small/0", "T4")]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support.commands import Refuse
 from tests.support.hf_decoders import write_tokenizer
-from tests.support.project import MODEL, WORDS
+from tests.support.project import MODEL, WORDS, write_lines
 from yuan_train.cli.init import KINDS
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
@@ -40,20 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for text in texts
     ]
     pairs = [{"prompt": t[:10], "chosen": t[10:20], "rejected": t[20:30]} for t in texts]
-    lines(folder / "texts.jsonl", [{"text": text} for text in texts])
-    lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
-    lines(folder / "pairs.jsonl", pairs)
-    lines(folder / "prompts.jsonl", [{"prompt": [chat[0]], "answer": "7"} for chat in chats])
+    write_lines(folder / "texts.jsonl", [{"text": text} for text in texts])
+    write_lines(folder / "chats.jsonl", [{"messages": chat} for chat in chats])
+    write_lines(folder / "pairs.jsonl", pairs)
+    write_lines(folder / "prompts.jsonl", [{"prompt": [chat[0]], "answer": "7"} for chat in chats])
     model = build(Document("model", MODEL_KEYS, {}), ModelConfig)
     (folder / "model.yaml").write_text(dump(model))
     for name, more in (("texts", []), ("chats", ["--messages-key", "messages"])):
         words = ["--input", str(folder / f"{name}.jsonl"), "--tokenizer", str(folder / "tokenizer"), *more]
         assert main(["preprocess", *words, "--out", str(folder / name)]) == 0
     return folder
-
-
-def lines(path: Path, records: Sequence[object]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def fill_in(path: Path, values: dict[str, str], directory: Path) -> None:

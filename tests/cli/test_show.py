@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -13,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.commands import Ask, Refuse
-from tests.support.project import make_plan, make_project, run_config, with_forecast
+from tests.support.project import make_plan, make_project, run_config, with_forecast, write_lines
 from yuan_train.cli.main import main
 from yuan_train.config.load import dump
 from yuan_train.config.plan_constraints import save_plan
@@ -37,7 +36,7 @@ def step(i: int, **more: Any) -> dict[str, Any]:
 def write_log(folder: Path, lines: list[dict[str, Any]], config: str = "") -> Path:
     log = folder / "log"
     log.mkdir(parents=True, exist_ok=True)
-    (log / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(log / "metrics.jsonl", lines)
     if config:
         (log / "config.yaml").write_text(config)
     return log
@@ -124,8 +123,7 @@ def pages(log: Path, tmp_path: Path) -> dict[str, Path]:
     }
     long = "a" * 300
     samples = [{"step": i, "prompt": "2 + 2 =", "text": f"{long}<b>{i}", "reward": 0.5} for i in (1, 20)]
-    text = "".join(json.dumps(sample) + "\n" for sample in samples)
-    (tmp_path / "rl" / "log" / "samples.jsonl").write_text(text)
+    write_lines(tmp_path / "rl" / "log" / "samples.jsonl", samples)
     found: dict[str, Path] = {}
     for kind, directory in logs.items():
         found[kind] = directory.parent / "page.html"

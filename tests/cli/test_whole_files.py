@@ -62,7 +62,7 @@ def test_a_job_of_slurm_is_queued_again_when_its_time_is_over(tmp_path: Path, en
     assert calls[1:] == (["saved", "requeue 7"] if ends == "in time" else [])
 
 
-def test_the_pods_of_kubernetes_are_agents_of_the_nodes(tmp_path: Path) -> None:
+def test_the_pods_of_kubernetes_are_agents_of_the_nodes() -> None:
     service, *jobs = yaml.safe_load_all(block("yaml"))
     assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
     nodes: list[str] = []

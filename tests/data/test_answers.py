@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.hf_decoders import write_tokenizer
+from tests.support.project import write_lines
 from yuan_train.config.errors import DataError
 from yuan_train.data.chat import encode_chat
 from yuan_train.data.indexed import IndexedDataset
@@ -47,11 +48,6 @@ def marked(tokenizer: Tokenizer, tokens: list[int], is_answer: list[bool]) -> st
     return tokenizer.decode(chosen, special=True)
 
 
-def lines(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_answers_end_with_the_token_that_ends_a_text(tokenizer: Tokenizer) -> None:
     tokens, is_answer = encode_chat(tokenizer, CHAT, "here")
     assert marked(tokenizer, tokens, is_answer) == "two<|eot_id|>three<|eot_id|>"
@@ -80,7 +76,7 @@ def test_templates_that_rewrite_earlier_answers_are_refused(folder: Path, tmp_pa
 
 
 def test_only_answers_have_a_loss(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    chats = lines(tmp_path / "chats.jsonl", *({"messages": CHAT} for _ in range(4)))
+    chats = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 4)
     chats.write_text(chats.read_text() + "\n")
     done = preprocess([chats], folder, tmp_path / "chats", messages_key="messages", workers=1)
     assert (done.documents, done.empty, done.answer_tokens) == (4, 1, 4 * 10)
@@ -105,7 +101,7 @@ def test_only_answers_have_a_loss(folder: Path, tokenizer: Tokenizer, tmp_path: 
 
 
 def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
-    texts = lines(tmp_path / "texts.jsonl", {"text": "a" * 50})
+    texts = write_lines(tmp_path / "texts.jsonl", [{"text": "a" * 50}])
     preprocess([texts], folder, tmp_path / "texts")
     options: Any = dict(sequence_length=8, seed=1, vocab_size=260, loss_on_answers=True)
     with pytest.raises(DataError, match=r"texts.answers.idx: missing.*--messages-key"):
@@ -116,9 +112,8 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
         ({"chat": CHAT}, "no key 'messages'.*--messages-key"),
     ):
         with pytest.raises(DataError, match=message):
-            preprocess(
-                [lines(tmp_path / "bad.jsonl", bad)], folder, tmp_path / "bad", messages_key="messages"
-            )
+            chats = write_lines(tmp_path / "bad.jsonl", [bad])
+            preprocess([chats], folder, tmp_path / "bad", messages_key="messages")
         assert not list(tmp_path.glob("bad.*idx")), "nothing half-written"
 
 
@@ -131,7 +126,7 @@ def test_pairs_of_text_and_of_chats(tokenizer: Tokenizer, tmp_path: Path) -> Non
     """Text ends with the end of a document, an answer of a chat with its turn."""
     text = {"prompt": "1+1<|start|>", "chosen": "2", "rejected": "<|start|>"}
     chat = {"prompt": CHAT[:1], "chosen": CHAT[:2], "rejected": "no"}
-    pairs = rows_of(lines(tmp_path / "pairs.jsonl", text, chat), tokenizer)
+    pairs = rows_of(write_lines(tmp_path / "pairs.jsonl", [text, chat]), tokenizer)
     batch = pairs.in_file_order(0, 4)
     answers = [
         tokenizer.decode([token for token in row if token != IGNORED], special=True) for row in batch.targets
@@ -148,7 +143,7 @@ def test_pairs_of_text_and_of_chats(tokenizer: Tokenizer, tmp_path: Path) -> Non
 def test_the_order_of_pairs(tmp_path: Path) -> None:
     """Each once an epoch, in another order in each; a batch does not depend on how it is divided."""
     records = [{"prompt_ids": [n], "chosen_ids": [n, 1], "rejected_ids": [n]} for n in range(2, 9)]
-    pairs = rows_of(lines(tmp_path / "pairs.jsonl", *records), None, sequence_length=4)
+    pairs = rows_of(write_lines(tmp_path / "pairs.jsonl", records), None, sequence_length=4)
     whole = pairs.batch(0, 28)
     epochs = whole.inputs[::2, 0].reshape(2, 7)
     assert all(sorted(epoch) == list(range(2, 9)) for epoch in epochs.tolist())
@@ -193,7 +188,7 @@ def test_prompts_that_are_chats(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The tokens up to where the answer begins are those that the same chat with an answer is trained on."""
     system = {"role": "system", "content": "add"}
     chats = [[CHAT[0]], [system, CHAT[0]], CHAT[:3]]
-    path = lines(tmp_path / "p.jsonl", *({"prompt": chat, "answer": 2} for chat in chats))
+    path = write_lines(tmp_path / "p.jsonl", ({"prompt": chat, "answer": 2} for chat in chats))
     for prompt, chat in zip(prompts_of(path, tokenizer), chats, strict=True):
         tokens, is_answer = encode_chat(tokenizer, [*chat, CHAT[1]], "here")
         last = len(is_answer) - is_answer[::-1].index(True) - len("two") - 1
@@ -213,4 +208,4 @@ def test_prompts_that_are_no_questions(
     tokenizer: Tokenizer, tmp_path: Path, prompt: Any, message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        prompts_of(lines(tmp_path / "p.jsonl", {"prompt": prompt}), tokenizer)
+        prompts_of(write_lines(tmp_path / "p.jsonl", [{"prompt": prompt}]), tokenizer)

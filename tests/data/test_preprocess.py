@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.project import write_lines
 from yuan_train.config.errors import DataError
 from yuan_train.data import preprocess as module
 from yuan_train.data.indexed import IndexedDataset, bin_path, idx_path
@@ -21,11 +22,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer([SOURCE], 400, folder)
     return folder
-
-
-def write_lines(path: Path, records: list[object]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
 
 
 def read_texts(prefix: Path, tokenizer: Path) -> list[str]:
@@ -65,7 +61,7 @@ def test_bytes_do_not_depend_on_the_number_of_workers(
     monkeypatch.setattr(module, "CHUNK_BYTES", 2_000)  # many chunks, of very different work
     # The first chunk holds the longest text, so that a worker overtakes it.
     records = [{"text": f"text {number} " * (4_000 if number == 0 else number % 7)} for number in range(300)]
-    lines = write_lines(tmp_path / "lines.jsonl", list(records))
+    lines = write_lines(tmp_path / "lines.jsonl", records)
     reports = []
     one = preprocess([lines, SOURCE], tokenizer, tmp_path / "one", report=reports.append)
     three = preprocess([lines, SOURCE], tokenizer, tmp_path / "three", workers=3)
@@ -158,7 +154,7 @@ def test_a_retrained_tokenizer_is_not_taken_for_the_old_one(tmp_path: Path) -> N
         assert text == SOURCE.read_text(encoding="utf-8")
 
 
-def test_few_chunks_are_in_flight(tokenizer: Path) -> None:
+def test_few_chunks_are_in_flight() -> None:
     """Memory is bounded: the input is read only as far as the workers need."""
     read = 0
 

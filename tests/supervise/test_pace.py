@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.project import make_project, parse_plan, run_config, with_forecast
+from tests.support.project import make_project, parse_plan, run_config, with_forecast, write_lines
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, plan_digest, save_plan
 from yuan_train.config.run import SuperviseConfig
@@ -91,8 +91,7 @@ def test_show_names_a_slow_rank(plans: dict[int, Plan], tmp_path: Path) -> None:
     save_plan(tmp_path / "plan.yaml", plans[3])
     for slow_from, is_told in ((None, False), (20, True)):
         more = {"loss": 1.0, "peak_memory_bytes": [1, 1, 1]}
-        found = [json.dumps(line | more) for line in lines(3, 60, 0.02, 0, slow_from)]
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in found))
+        write_lines(tmp_path / "metrics.jsonl", [line | more for line in lines(3, 60, 0.02, 0, slow_from)])
         shown = "\n".join(run_lines(read_run(tmp_path)))
         assert ("rank 2 (card/2) 3.0 times as long as forecast, beside the others" in shown) == is_told
 
@@ -213,8 +212,8 @@ def lead_of(plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return make
 
 
-def write_lines(folder: Path, found: list[Any]) -> None:
-    (folder / "log" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+def log_lines(folder: Path, found: list[Any]) -> None:
+    write_lines(folder / "log" / "metrics.jsonl", found)
 
 
 def stopped(lead: Lead) -> str:
@@ -233,10 +232,10 @@ def test_a_slow_card_is_planned_for_and_later_not(
     room.remember("pace", {"left/0": 0.5})
     lead = lead_of(room, planner)
     for steps in (5, 30):
-        write_lines(tmp_path, lines(2, steps, 0.0, 0))
+        log_lines(tmp_path, lines(2, steps, 0.0, 0))
         lead.look_around()
     assert not stopped(lead) and planner.asked == [{"left/0": 0.5}]
-    write_lines(tmp_path, lines(2, 60, 0.0, 0, slow_from=30))
+    log_lines(tmp_path, lines(2, 60, 0.0, 0, slow_from=30))
     for _ in range(2):
         # Asked once: the ranks go on as they are, under a plan made for what was measured.
         lead.look_around()
@@ -248,7 +247,7 @@ def test_a_slow_card_is_planned_for_and_later_not(
     answer = {"plan": plan_digest(load_plan(path)), "seconds": 0.25, "bytes": 3 << 20}
     found = lines(2, 64, 0.0, 0, slow_from=30)
     found[62]["moved"] = answer
-    write_lines(tmp_path, found)
+    log_lines(tmp_path, found)
     lead.look_around()
     moved = read_entries(tmp_path / "log")[0][-1]
     assert (moved.event, moved.forecast_before, moved.forecast_after) == ("moved", 3.0, 1.5)
@@ -262,18 +261,18 @@ def test_a_slow_card_is_planned_for_and_later_not(
     found[62]["moved"] = answer
     for line in found[62:]:
         line["stage_seconds"] = [4.8, 4.8]
-    write_lines(tmp_path, found)
+    log_lines(tmp_path, found)
     lead.look_around()
     assert len(round_of(lead).moves) == 1 and not stopped(lead)
     # A start after that, for whatever reason, has the same plan.
     again = lead_of(room, planner)
     assert round_of(again).orders[0].number == 2 and round_of(again).orders[0].plan == path.read_text()
     # As forecast for the slow card, both are at the pace of the plan; then it is three times as fast.
-    write_lines(tmp_path, lines(2, 30, 0.0, 0))
+    log_lines(tmp_path, lines(2, 30, 0.0, 0))
     again.look_around()
     assert not stopped(again)
     faster = [line | {"stage_seconds": [4.8, 1.6]} for line in lines(2, 60, 0.0, 0)]
-    write_lines(tmp_path, faster)
+    log_lines(tmp_path, faster)
     again.look_around()
     assert planner.asked[-1] == {"left/0": 0.5, "card/0": 1.0, "card/1": 1.0}
     assert len(round_of(again).moves) == 1
@@ -285,13 +284,13 @@ def test_what_the_processes_cannot_become_takes_a_restart(
     """Known before it is asked, or told by ranks that have ended in its place: the journal has the reason."""
     slow = lines(2, 60, 0.0, 0, slow_from=30)
     lead = lead_of(FakeRoom(), FakePlanner(plans[2], 0.5, single_card(plans[2])))
-    write_lines(tmp_path, slow)
+    log_lines(tmp_path, slow)
     lead.look_around()
     assert stopped(lead).endswith("; by a restart, for the plan leaves out card/1")
     assert not round_of(lead).moves
     folder, room = tmp_path / "again", FakeRoom()
     lead = lead_of(room, name="again")
-    write_lines(folder, slow)
+    log_lines(folder, slow)
     lead.look_around()
     assert round_of(lead).moves and not stopped(lead)
     round_of(lead).ended = {0: Done(0, obstacle="no room"), 1: Done(0)}
@@ -314,7 +313,7 @@ def test_a_slow_card_stays_where_nothing_gains(lead_of: MakeLead, tmp_path: Path
     """That is weighed and written once, until the card changes again."""
     lead = lead_of(FakeRoom(), gain=0.0)
     for steps in (10, 60, 70, 80):
-        write_lines(tmp_path, lines(2, steps, 0.0, 0, slow_from=12))
+        log_lines(tmp_path, lines(2, steps, 0.0, 0, slow_from=12))
         lead.look_around()
     assert not stopped(lead)
     assert [entry.event for entry in read_entries(tmp_path / "log")[0]] == ["started", "stays"]
@@ -363,7 +362,7 @@ def test_a_damaged_log_stops_no_lead(lead_of: MakeLead, plans: dict[int, Plan], 
     """What is whole of it still tells of a slow card, also where not each step has the ranks' times."""
     planner = FakePlanner(plans[2], gain=0.5)
     lead = lead_of(FakeRoom(), planner)
-    write_lines(tmp_path, lines(2, 10, 0.0, 0))
+    log_lines(tmp_path, lines(2, 10, 0.0, 0))
     lead.look_around()
     path = tmp_path / "log" / "metrics.jsonl"
     wrong: list[Any] = ["x", 3, [None, 1.0], [1e308, float("nan")], {"a": 1}, [1.0, -1.0], [True, True]]
@@ -390,7 +389,7 @@ def test_ranks_of_which_an_agent_is_lost_are_ended(lead_of: MakeLead, tmp_path: 
     room = FakeRoom()
     lead = lead_of(room)
     for steps in (0, 3):
-        write_lines(tmp_path, lines(2, steps, 0.0, 0))
+        log_lines(tmp_path, lines(2, steps, 0.0, 0))
         for gone in ((), ("another",), ("token",)):
             assert not stopped(lead)
             round_of(lead).gone = gone
@@ -416,7 +415,7 @@ def test_a_start_ends_once_some_of_its_ranks_have_failed(
         name = f"{steps}-{wanted}"
         lead = lead_of(room, name=name)
         round_of(lead).ended = ended
-        write_lines(tmp_path / name, lines(2, steps, 0.0, 0))
+        log_lines(tmp_path / name, lines(2, steps, 0.0, 0))
         for _ in range(3):
             lead.look_around()
         assert stopped(lead) == wanted
@@ -434,7 +433,7 @@ def test_who_was_to_be_let_in_and_has_gone_is_named(
     room = FakeRoom()
     lead = lead_of(room)
     monkeypatch.setattr(room, "waiting", lambda *_: ("third",))
-    write_lines(tmp_path, lines(2, 3, 0.0, 0))
+    log_lines(tmp_path, lines(2, 3, 0.0, 0))
     move = Weighed(is_worth_it=True, reason="so")
     monkeypatch.setattr("yuan_train.supervise.agent.weigh_move", lambda *_, **__: move)
     lead.look_around()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.support.project import make_plan, make_project, run_config, with_forecast
+from tests.support.project import make_plan, make_project, run_config, with_forecast, write_lines
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.load import dump
 from yuan_train.config.plan_constraints import save_plan
@@ -59,7 +58,7 @@ def write_run(folder: Path) -> Path:
         *(("supervise.jsonl", entries), ("samples.jsonl", samples), ("metrics.jsonl", lines)),
         ("rl.jsonl", [line | OF_RL for line in lines]),
     ):
-        (log / name).write_text("".join(json.dumps(line) + "\n" for line in values))
+        write_lines(log / name, values)
     os.utime(log / "metrics.jsonl", (LAST, LAST))
     return log
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,7 @@ def make_project(folder: Path, *, model: dict[str, Any] | None = None) -> Path:
     """Write everything that a run of 20 fp32 steps on the CPU needs, and return the path of the run file."""
     generator = random.Random(0)
     texts = [" ".join(generator.choices(WORDS, k=generator.randint(5, 60))) + "\n" for _ in range(300)]
-    corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = write_lines(folder / "corpus.jsonl", ({"text": text} for text in texts))
     train_tokenizer([corpus], 400, folder / "tokenizer")
     preprocess([corpus], folder / "tokenizer", folder / "corpus")
     run = {
@@ -62,20 +61,12 @@ def make_project(folder: Path, *, model: dict[str, Any] | None = None) -> Path:
     return path
 
 
-def make_plan(
-    run: RunConfig,
-    cuts: Sequence[Sequence[int]],
-    *,
-    schedule: str = "1f1b",
-    recompute: str = "none",
-    micro_batch_size: int = 1,
-) -> Plan:
+def make_plan(run: RunConfig, cuts: Sequence[Sequence[int]], *, recompute: str = "none") -> Plan:
     """A plan with a pipeline for each list of layers per stage, equal shares of the batch, a rank a stage."""
     ranks = itertools.count()
-    number = run.train.global_batch_size // micro_batch_size // len(cuts)
+    number = run.train.global_batch_size // len(cuts)
     stages = (" | ".join(f"{layers}@{next(ranks)}" for layers in cut) for cut in cuts)
-    text = " / ".join(f"{micro_batch_size}x{number}: {own}" for own in stages)
-    return parse_plan(run, text, schedule=schedule, recompute=recompute)
+    return parse_plan(run, " / ".join(f"1x{number}: {own}" for own in stages), recompute=recompute)
 
 
 def with_forecast(
@@ -118,6 +109,12 @@ def on_devices(plan: Plan, *devices: str) -> Plan:
     """The plan with its ranks on these cards."""
     ranks = zip(plan.ranks, devices, strict=True)
     return replace(plan, ranks=tuple(replace(rank, device=device) for rank, device in ranks))
+
+
+def write_lines(path: Path, records: Iterable[object]) -> Path:
+    """A file with a line of JSON for each."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
