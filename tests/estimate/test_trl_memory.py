@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
 
-from tests.estimate.oxen_table import mean_error, oxen_table
 from tests.estimate.test_shape import shape
-from yuan_train.estimate.memory import Method, Samples, kept_per_token, trl_memory
+from yuan_train.estimate.memory import MemoryCase, Method, Samples, kept_per_token, memory_of, trl_memory
 from yuan_train.estimate.shape import PUBLISHED_SHAPES
 
 TINY = shape()
+SAMPLES = Samples(group=4, prompt=256, new=786)
+OXEN_MODELS = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
+OXEN_GB: dict[Method, tuple[int | None, ...]] = {
+    "full": (25, 38, 58, None, None),
+    "adam8": (16, 26, 52, None, None),
+    "adam8+recompute": (15, 24, 41, 72, None),
+    "lora": (13, 16, 32, 58, 69),
+}
+"""GB of 1e9 bytes by model, measured for GRPO on an H100 of 80 GB; None: out of memory.
+
+Cited, not measured here: Oxen.ai, "GRPO VRAM Requirements For the GPU Poor" (2025), with TRL 0.14; its code
+is Oxen-AI/GRPO-With-Cargo-Feedback. The article names sizes; an image of it names Llama-3.2-1B, the others
+are taken for the models of these sizes. No number of ours comes from it.
+"""
 
 
 def test_bytes_kept_of_a_token_as_hooks_count_them() -> None:
@@ -39,14 +53,19 @@ def test_a_small_case_by_hand() -> None:
 
 @pytest.mark.parametrize("method", ["full", "adam8", "adam8+recompute", "lora"])
 def test_memory_grows_with_every_length(method: Method) -> None:
-    shape, base = PUBLISHED_SHAPES["Llama-3.2-1B"], Samples(group=4, prompt=256, new=786)
-    peak = trl_memory(shape, method, base).peak
-    for longer in (replace(base, group=5), replace(base, prompt=257), replace(base, new=787)):
+    shape = PUBLISHED_SHAPES["Llama-3.2-1B"]
+    peak = trl_memory(shape, method, SAMPLES).peak
+    for longer in (replace(SAMPLES, group=5), replace(SAMPLES, prompt=257), replace(SAMPLES, new=787)):
         assert trl_memory(shape, method, longer).peak > peak
 
 
 def test_the_articles_twenty_cells() -> None:
-    cells = oxen_table("H100-80G")
+    cells = [
+        (MemoryCase(model=PUBLISHED_SHAPES[model], method=method, samples=SAMPLES, card="H100-80G"), found)
+        for method, row in OXEN_GB.items()
+        for model, found in zip(OXEN_MODELS, row, strict=True)
+    ]
     assert len(cells) == 20
-    assert [cell.case.method for cell in cells if not cell.right] == ["lora"]
-    assert mean_error(cells) == pytest.approx(0.157, abs=0.001)
+    assert [case.method for case, found in cells if case.fits != (found is not None)] == ["lora"]
+    errors = [abs(memory_of(case).peak / (found * 10**9) - 1) for case, found in cells if found is not None]
+    assert statistics.fmean(errors) == pytest.approx(0.157, abs=0.001)
