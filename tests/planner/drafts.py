@@ -32,7 +32,7 @@ def price_of(tables: Tables, draft: DraftTable) -> Any:
 
 def draft_of(tables: Tables, plan: Plan) -> DraftTable | None:
     """A plan as a draft; None if it has what the core does not price."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    stages = plan.stages
     if (
         any(map(_is_special, stages))
         or plan.divides_experts

@@ -238,12 +238,10 @@ def test_pipelines_share_a_nic():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "m"), [(1, 4), (4, 2), (4, 9)])
 def test_in_flight_is_what_the_schedule_has(schedule, stages, m):
-    for stage, program in enumerate(
-        make_schedule(schedule, workers=one_worker_each(stages), num_micro_batches=m)
-    ):
-        assert in_flight(schedule, stage=stage, num_stages=stages, num_micro_batches=m) == peak_in_flight(
-            program
-        )
+    programs = make_schedule(schedule, workers=one_worker_each(stages), num_micro_batches=m)
+    for stage, program in enumerate(programs):
+        found = in_flight(schedule, stage=stage, num_stages=stages, num_micro_batches=m)
+        assert found == peak_in_flight(program)
 
 
 def test_tied_embedding_counts_once_on_a_single_stage_and_twice_on_two():

@@ -171,7 +171,7 @@ def test_states_are_shared_as_the_engine_shares_them() -> None:
             for rank in ranks:
                 owned[rank] += elements(plan, bucket.units[0], rank, experts) / len(ranks)
         cost = cost_plan(make_costs(problem(cluster)), plan)
-        for stage, planned in zip((s for p in plan.pipelines for s in p.stages), cost.stages, strict=True):
+        for stage, planned in zip(plan.stages, cost.stages, strict=True):
             for rank, (memory, _) in zip(stage.replicas[0], planned.positions, strict=True):
                 assert memory.optimizer == pytest.approx(12 * owned[rank])
         assert planned.update_seconds > 0 and cost.grad_reduce_seconds > 0
@@ -182,8 +182,7 @@ def elements(plan: Plan, unit: str, rank: int, expert: int) -> float:
     if unit.endswith(".experts"):
         counts = {
             rank: count
-            for p in plan.pipelines
-            for stage in p.stages
+            for stage in plan.stages
             for rank, count in zip(stage.replicas[0], stage.experts or (16,), strict=True)
         }
         return expert * counts[rank]

@@ -11,7 +11,6 @@ from tests.support.models import tiny_model
 from tools.bench.problems import endless, large_problem, mixed_problem
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
-from yuan_train.config.plan import StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
@@ -51,10 +50,6 @@ def on_nodes(*nodes: NodeGroup, batch: int, num_layers: int = 4) -> PlanProblem:
 
 def best_of(problem: PlanProblem, **keys: Any) -> Candidate:
     return search_plan(problem, SearchConfig(**keys), micro_batch_size=1).best
-
-
-def stages_of(found: Candidate) -> list[StagePlan]:
-    return [stage for one in found.plan.pipelines for stage in one.stages]
 
 
 def test_a_time_limit_leaves_a_lawful_plan_on_thousands_of_cards():
@@ -118,7 +113,7 @@ def test_many_cards_are_searched_as_islands_within_the_limits_of_the_search_keys
     problem = on_nodes(*NODES, batch=48, num_layers=12)
     best = best_of(problem, pipelines=(6, 9), tensor=(1, 2))
     assert len(best.plan.pipelines) in (6, 9)
-    assert {len(own) for stage in stages_of(best) for own in stage.replicas} <= {1, 2}
+    assert {len(own) for stage in best.plan.stages for own in stage.replicas} <= {1, 2}
     free = best_of(problem)
     assert free.step_seconds <= best.step_seconds
     assert best_of(problem).plan == free.plan
@@ -130,7 +125,7 @@ def test_the_price_of_an_island_counts_what_is_on_hosts(count: int) -> None:
     costs, island = made(problem, count)
     found = replace(island, space=island.beside, steps=(), drafts=()).searched(4_000, seed=1)
     plans = [islands._plan_of_all(costs, found, plan_of(found.tables, draft)) for draft in found.drafts]
-    stages = [stage for plan in plans if plan for one in plan.pipelines for stage in one.stages]
+    stages = [stage for plan in plans if plan for stage in plan.stages]
     assert any(stage.optimizer_offload or stage.activation_offload for stage in stages)
     for step, plan in zip(found.steps, plans, strict=True):
         assert plan is not None
@@ -144,7 +139,7 @@ def test_hosts_help_many_cards_whose_memory_state_fills() -> None:
     problem = replace(problem, model=replace(problem.model, num_layers=100))
     free = best_of(problem)
     assert free.step_seconds < 0.95 * best_of(problem, offload=()).step_seconds
-    assert any(stage.optimizer_offload or stage.activation_offload for stage in stages_of(free))
+    assert any(stage.optimizer_offload or stage.activation_offload for stage in free.plan.stages)
 
 
 def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts() -> None:
@@ -154,7 +149,7 @@ def test_a_model_whose_state_is_more_than_all_cards_hold_is_planned_with_hosts()
     assert own + optimizer > room
     best = best_of(problem)
     assert best.cost.fits
-    stages = stages_of(best)
+    stages = best.plan.stages
     assert sum(stage.optimizer_offload > 0.0 for stage in stages) > len(stages) / 2
 
 

@@ -29,7 +29,12 @@ TWO_OWNERS = {"pipelines": (2,), "recompute": ("none",), "optimizer_sharding": (
 
 
 def fractions(plan):
-    return [stage.optimizer_offload for pipeline in plan.pipelines for stage in pipeline.stages]
+    return [stage.optimizer_offload for stage in plan.stages]
+
+
+def with_host(cards, host, disk=None):
+    """The cluster with this host in each node, and perhaps a disk."""
+    return replace(cards, nodes=tuple(replace(node, host=host, disk=disk) for node in cards.nodes))
 
 
 def memory_of(model, **search):
@@ -90,8 +95,8 @@ def test_the_hosts_memory_is_kept():
     given = problem(cluster(Card=(1, card(tight / GIB))), model=BIG)
 
     def on_host(memory):
-        nodes = (replace(given.cluster.nodes[0], host=Host(memory=int(memory))),)
-        own = replace(given, cluster=replace(given.cluster, nodes=nodes), host_reserved=GIB)
+        cards = with_host(given.cluster, Host(memory=int(memory)))
+        own = replace(given, cluster=cards, host_reserved=GIB)
         return find(own, recompute=("none",), offload=("optimizer",)).best.cost.stages[0]
 
     # Four numbers of four bytes by parameter, where the card keeps three.
@@ -106,16 +111,14 @@ def test_a_hosts_rates_are_shared_by_its_cards():
     given = problem(cluster(Card=(2, card(1.0))), model=BIG)
     (group, *_), slow = given.cluster.nodes, []
     for bandwidth in (50e9, 25e9):
-        host = Host(memory=64 * GIB, bandwidth=bandwidth, link_bandwidth=1e12)
-        own = replace(given.cluster, nodes=(replace(group, host=host),))
+        own = with_host(given.cluster, Host(memory=64 * GIB, bandwidth=bandwidth, link_bandwidth=1e12))
         costs = make_costs(replace(given, cluster=own))
         slow.append(costs.host_of(own.cards[0]).memory_bytes_per_second * group.num_cards)
     assert slow == [50e9, 25e9]
 
 
 def test_measured_rates_of_a_host_are_each_cards_own():
-    nodes = (replace(cluster(Card=(2, card())).nodes[0], host=Host(memory=64 * GIB, bandwidth=50e9)),)
-    given = problem(replace(cluster(Card=(2, card())), nodes=nodes))
+    given = problem(with_host(cluster(Card=(2, card())), Host(memory=64 * GIB, bandwidth=50e9)))
     measured = HostProfile(
         device_type="Card", host_link_down=9e9, host_link_up=8e9, host_step_bytes_per_second=7e9
     )
@@ -171,9 +174,8 @@ def test_a_host_that_is_not_stated_is_as_large_as_the_cards() -> None:
     """Not larger, and the report says so and names the key; of what the file states it says no such word."""
     whole = memory_of(BIG)
     given = problem(cluster(Card=(1, card((whole.total - 0.5 * whole.optimizer) / GIB))), model=BIG)
-    (group,), memory = given.cluster.nodes, given.cluster.device_type("Card").memory
-    host = Host(memory=memory)
-    stated = replace(given, cluster=replace(given.cluster, nodes=(replace(group, host=host),)))
+    memory = given.cluster.device_type("Card").memory
+    stated = replace(given, cluster=with_host(given.cluster, Host(memory=memory)))
     keys: dict[str, Any] = {"offload": ("optimizer",), "recompute": ("none",)}
     assumed, same = find(given, **keys), find(stated, **keys)
     assert assumed.best.step_seconds == same.best.step_seconds
@@ -218,8 +220,7 @@ SHORT = {"recompute": ("none", "full"), "pipelines": (1,), "tensor": (1,), "repl
 def of_short_cards(host_link, **search):
     """Four cards in one pipeline, of which the first has no room for what it has in flight."""
     cards = cluster(Card=(4, replace(card(0.19), host_link=host_link)))
-    cards = replace(cards, nodes=(replace(cards.nodes[0], host=Host(memory=1000 * GIB)),))
-    given = problem(cards, model=DEEP, global_batch_size=32)
+    given = problem(with_host(cards, Host(memory=1000 * GIB)), model=DEEP, global_batch_size=32)
     return given, find(given, 4, **SHORT, **search)
 
 
@@ -227,9 +228,9 @@ def test_a_fast_link_replaces_recompute_and_a_slow_one_does_not():
     given, without = of_short_cards(1e12)
     assert any(stage.num_recomputed for stage in without.best.cost.stages)
     _, found = of_short_cards(1e12, offload=("activations",))
-    away = [stage for pipeline in found.best.plan.pipelines for stage in pipeline.stages]
     assert found.best.step_seconds < without.best.step_seconds and found.best.cost.fits
-    assert any(stage.activation_offload for stage in away) and not list(validate_plan(found.best.plan))
+    assert any(stage.activation_offload for stage in found.best.plan.stages)
+    assert not list(validate_plan(found.best.plan))
     assert not found.exact and found.lower_bound_seconds <= found.best.step_seconds
     assert "optimizer state and activations on the host" in plan_table(found, given)
     _, slow = of_short_cards(1e7, offload=("activations",))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.drafts import draft_of, price_of
-from tests.planner.search.test_offload import BIG, memory_of, pipeline_of
+from tests.planner.search.test_offload import BIG, memory_of, pipeline_of, with_host
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from tests.support.project import with_stages
 from yuan_train.config.cluster import Disk, Host
@@ -85,8 +85,8 @@ def test_a_disk_takes_what_its_host_has_no_room_for():
     given = problem(cluster(Card=(1, card(tight / GIB))), model=BIG)
 
     def stage(memory, **search):
-        node = replace(given.cluster.nodes[0], host=Host(memory=int(memory)), disk=Disk(read=2e9, write=1e9))
-        own = replace(given, cluster=replace(given.cluster, nodes=(node,)))
+        cards = with_host(given.cluster, Host(memory=int(memory)), Disk(read=2e9, write=1e9))
+        own = replace(given, cluster=cards)
         found = find(own, recompute=("none",), **search).best
         return found.plan.pipelines[0].stages[0], found.cost
 
@@ -114,10 +114,8 @@ def card_seconds(given, room):
     plan = find(given, pipelines=(1,), recompute=("none",)).best.plan
     plan = with_stages(plan, *(replace(stage, optimizer_offload=0.9) for stage in plan.pipelines[0].stages))
     held = max(stage.host_bytes for stage in cost_plan(make_costs(given), plan).stages)
-    (node,) = given.cluster.nodes
-    memory = int(2 * room * held * 1.001) + 1
-    node = replace(node, host=Host(memory=memory), disk=Disk(read=2e9, write=1e9))
-    costs = make_costs(replace(given, cluster=replace(given.cluster, nodes=(node,))))
+    host = Host(memory=int(2 * room * held * 1.001) + 1)
+    costs = make_costs(replace(given, cluster=with_host(given.cluster, host, Disk(read=2e9, write=1e9))))
     tables = make_tables(costs, (plan.pipelines[0].micro_batch_size,), (1,), on_disk=True)
     draft = draft_of(tables, plan) if tables else None
     priced = price_of(tables, draft) if tables and draft else None
