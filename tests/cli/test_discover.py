@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Refuse, command
-from tests.support.hosts import answering_ssh
+from tests.support.hosts import SCONTROL, answering_ssh
 from tests.support.machines import GIB, MACHINES, FakeMachine, build_tools
 from yuan_train.cli.discover import cluster_text
 from yuan_train.cli.main import main
@@ -158,7 +158,7 @@ def test_the_machines_of_a_slurm_job(
     answer: Path, tmp_path: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A heterogeneous job: each component is asked by srun with its number."""
-    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$3" | tr , "\\n"\n')
+    (tmp_path / "scontrol").write_text(SCONTROL)
     log = tmp_path / "log"
     (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$@" >>{log}\ncat {answer}\n')
     for name in ("scontrol", "srun"):

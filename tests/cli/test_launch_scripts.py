@@ -24,12 +24,11 @@ NODES = {"big-0": 2, "big-1": 2, "small": 1}
 def plan(run_file: Path, tmp_path: Path) -> Path:
     """Five ranks on three nodes of two kinds."""
     made = make_plan(load_run(run_file), [[1, 1, 2, 1, 1]])
-    ranks, rank = [], 0
-    for node, cards in NODES.items():
-        for card in range(cards):
-            kind = "A100-80G" if node.startswith("big") else "T4"
-            ranks.append(RankPlan(rank=rank, device=f"{node}/{card}", type=kind))
-            rank += 1
+    devices = [f"{node}/{card}" for node, cards in NODES.items() for card in range(cards)]
+    ranks = (
+        RankPlan(rank=rank, device=device, type="A100-80G" if device.startswith("big") else "T4")
+        for rank, device in enumerate(devices)
+    )
     save_plan(tmp_path / "plan.yaml", replace(made, ranks=tuple(ranks)))
     return tmp_path / "plan.yaml"
 

@@ -130,11 +130,6 @@ def test_missing_file() -> None:
         load_model("/nowhere/model.yaml")
 
 
-def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither a config.json \(Hugging Face\) nor a checkpoint"):
-        load_model(tmp_path)
-
-
 def test_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "model.yaml"
     path.write_bytes(b"name: \xff\xfe\n")

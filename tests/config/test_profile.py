@@ -129,6 +129,11 @@ def test_generation_is_refused(tmp_path: Path, change: dict[str, Any], message: 
         (("links", 0, "seconds"), [1.0], "links[0]: 2 message sizes but 1 times; give one per size"),
         (("links", 0, "message_bytes"), [2, 1], "links[0].message_bytes: sizes must increase"),
         (("sequence_length",), None, "sequence_length: wanted an integer, got null"),
+        (
+            ("entries",),
+            example()["entries"] * 2,
+            "entries[1]: measured twice: A100-80G, 1, 1, none; keep one",
+        ),
     ],
 )
 def test_messages(tmp_path: Path, path: tuple[Any, ...], value: object, message: str) -> None:
@@ -140,10 +145,3 @@ def test_messages(tmp_path: Path, path: tuple[Any, ...], value: object, message:
     section[path[-1]] = value
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, broken)
-
-
-def test_an_entry_measured_twice(tmp_path: Path) -> None:
-    value = example()
-    value["entries"] *= 2
-    with pytest.raises(ConfigError, match=r"entries\[1\]: measured twice: A100-80G, 1, 1, none; keep one"):
-        load(tmp_path, value)

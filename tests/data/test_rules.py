@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from yuan_train.config.errors import ConfigError, DataError
-from yuan_train.config.run import load_run
+from yuan_train.config.run import DataConfig, Source, load_run
 from yuan_train.data.loader import Blend, open_corpora
 from yuan_train.data.rules import IGNORED, SampleRules, sample_rules
 from yuan_train.data.tokenizer import Tokenizer
@@ -15,6 +15,7 @@ from yuan_train.models.transformer import IGNORE_INDEX
 
 EOD, SEP = 9, 8
 LENGTH = 24
+FIM = DataConfig(train=(Source(prefix="x"),), sequence_length=8, tokenizer="x", fim_rate=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -147,19 +148,13 @@ def test_validation_is_not_rearranged(run_file: Path, tokenizer: Tokenizer) -> N
 
 
 def test_what_stays_unchanged(tokenizer: Tokenizer) -> None:
-    rules = sample_rules(_fim_data(), tokenizer)
+    rules = sample_rules(FIM, tokenizer)
     assert rules is not None
     half = tokenizer.encode("\N{GRINNING FACE}")[:-1]  # its last byte is in the next sample
     separated = tokenizer.encode("the<sep>fox", special=True)
     for ids in (half, separated, [tokenizer.eod_id] * 3):
         assert rules.rearrange(np.array(ids), key=5).tolist() == ids
     assert replace(rules, fim=None).rearrange(np.array([1, 2]), key=5).tolist() == [1, 2]
-
-
-def _fim_data():
-    from yuan_train.config.run import DataConfig, Source
-
-    return DataConfig(train=(Source(prefix="x"),), sequence_length=8, tokenizer="x", fim_rate=1.0)
 
 
 # --- refusals --------------------------------------------------------------------------------------------
@@ -187,4 +182,4 @@ def test_contradictory_settings(run_file: Path, overrides: tuple[str, ...], mess
 def test_a_tokenizer_without_the_sentinels(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "piece_id", lambda self, piece: None)
     with pytest.raises(DataError, match="has no <FIM_PREFIX>, which data.fim_rate needs"):
-        sample_rules(_fim_data(), tokenizer)
+        sample_rules(FIM, tokenizer)

@@ -53,21 +53,18 @@ def test_messages_by_hand() -> None:
 @given(stages, micro_batches)
 def test_equal_stages_take_the_closed_form(num_stages: int, num_micro_batches: int) -> None:
     # (m + S - 1)(f + b) for both schedules; powers of two keep the sums exact.
-    for schedule in UNSPLIT:
-        schedule = make_schedule(
-            schedule, workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches
-        )
-        seconds = seconds_of(schedule, one_worker_each(num_stages), lambda step: UNITS[step.kind])
+    workers = one_worker_each(num_stages)
+    for name in UNSPLIT:
+        schedule = make_schedule(name, workers=workers, num_micro_batches=num_micro_batches)
+        seconds = seconds_of(schedule, workers, lambda step: UNITS[step.kind])
         assert seconds == (num_micro_batches + num_stages - 1) * 3.0
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), micro_batches)
 def test_unequal_stages_are_never_faster_than_the_slowest(times: list[int], num_micro_batches: int) -> None:
-    for schedule in UNSPLIT:
-        schedule = make_schedule(
-            schedule, workers=one_worker_each(len(times)), num_micro_batches=num_micro_batches
-        )
-        workers = one_worker_each(len(times))
+    workers = one_worker_each(len(times))
+    for name in UNSPLIT:
+        schedule = make_schedule(name, workers=workers, num_micro_batches=num_micro_batches)
         seconds = seconds_of(schedule, workers, lambda step: UNITS[step.kind] * times[step.stage])
         assert seconds >= 3.0 * max(times) * num_micro_batches
         assert seconds >= 3.0 * sum(times)
@@ -77,12 +74,11 @@ def test_unequal_stages_are_never_faster_than_the_slowest(times: list[int], num_
 
 @given(stages, micro_batches)
 def test_micro_batches_in_flight(num_stages: int, num_micro_batches: int) -> None:
-    schedule = one_forward_one_backward(
-        workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches
-    )
+    workers = one_worker_each(num_stages)
+    schedule = one_forward_one_backward(workers=workers, num_micro_batches=num_micro_batches)
     for stage, program in enumerate(schedule):
         assert peak_in_flight(program) == min(num_stages - stage, num_micro_batches)
-    for program in gpipe(workers=one_worker_each(num_stages), num_micro_batches=num_micro_batches):
+    for program in gpipe(workers=workers, num_micro_batches=num_micro_batches):
         assert peak_in_flight(program) == num_micro_batches
 
 

@@ -4,7 +4,8 @@ import json
 from collections import Counter
 from itertools import pairwise
 
-from yuan_train.planner.evaluate.simulator import StageTimes, simulate_schedule
+from tests.planner.by_hand import stage_times
+from yuan_train.planner.evaluate.simulator import simulate_schedule
 from yuan_train.schedule.schedules import ProgramShape
 from yuan_train.schedule.step import Step, one_worker_each
 from yuan_train.schedule.trace import (
@@ -20,12 +21,7 @@ from yuan_train.schedule.trace import (
 
 
 def tracks():
-    times = StageTimes(
-        forward_seconds=(1.0, 2.0),
-        backward_seconds=(2.0, 4.0),
-        send_activation_seconds=(0.5,),
-        send_gradient_seconds=(0.5,),
-    )
+    times = stage_times((1.0, 2.0), (2.0, 4.0), (0.5,))
     simulation = simulate_schedule(ProgramShape("1f1b", one_worker_each(2), 3), times)
     return [
         TraceTrack(process=f"card {s}", pipeline=0, stage=s, steps=steps, label=f"layers {s}")
