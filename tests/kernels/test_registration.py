@@ -46,6 +46,8 @@ CASES = {
 }
 
 
+# Of torch 2.14's own check, which asks results for their gradients.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case):
     torch.library.opcheck(*CASES[case]())
