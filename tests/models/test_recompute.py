@@ -24,23 +24,22 @@ from yuan_train.planner.costs.workload import TensorGroup, TokenRows, model_work
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def kept_by(model: ModelConfig, dtype: torch.dtype, recompute: str, recompute_layers: int | None) -> int:
-    """Bytes kept by a part without embedding and head, for two sequences of 48 tokens."""
-    part = Transformer(
-        model,
-        embedding=False,
-        head=False,
-        recompute=recompute,
-        recompute_layers=recompute_layers,
-        dtype=dtype,
-    )
-    init_weights(part, seed=0)
-    for block in part.blocks.values():
-        if block.has_experts:
-            block.router.loss_scale = 0.5  # as in training, where the load is to be evened by a loss
+def kept_by(part: Transformer, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes kept by a part without embedding and head, for two sequences of 48 tokens.
+
+    The count includes the output, which may be as large as the input, and not the input.
+    """
     hidden_BSH = torch.randn(2, 48, 64).to(dtype).requires_grad_()
-    # The count includes the output, which is as large as the input, and not the input.
     return kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
+
+
+def sharded(model: ModelConfig, spec: ShardSpec, recompute: str) -> Transformer:
+    """Such a part with the weights of one rank."""
+    part = Transformer(model, embedding=False, head=False, recompute=recompute, device="meta")
+    shard_parameters(part, spec, device=torch.device("cpu"))
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return part
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -56,7 +55,15 @@ def test_kept_bytes_equal_the_planners(variant, precision, recompute, layers):
     expected = count * work.layer.kept_bytes(recompute) + (4 - count) * work.layer.kept_bytes("none")
     # The rotary tables, cosine and sine, are computed once for all layers.
     tables = 48 * model.rotary_size * (8 if precision == "fp64" else 4)
-    assert kept_by(model, DTYPES[precision], recompute, layers) == expected + tables
+    dtype = DTYPES[precision]
+    part = Transformer(
+        model, embedding=False, head=False, recompute=recompute, recompute_layers=layers, dtype=dtype
+    )
+    init_weights(part, seed=0)
+    for block in part.blocks.values():
+        if block.has_experts:
+            block.router.loss_scale = 0.5  # as in training, where the load is to be evened by a loss
+    assert kept_by(part, dtype) == expected + tables
 
 
 @pytest.mark.parametrize("variant", ["yuan", "yuan-plain", "llama", "qwen2", "qwen3"])
@@ -69,15 +76,13 @@ def test_kept_bytes_of_adapters_on_a_frozen_base(variant, recompute):
     for name, parameter in part.named_parameters():
         parameter.requires_grad_(is_trained(model, name))
     add_weight_grads(part, DeferredWeightGrads(), sharding_of(model)[0])
-    hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
-    kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
     work = model_work(model, TokenRows(2, 48, "fp32"), logit_rows=48)
-    assert kept == 4 * work.layer.kept_bytes(recompute) + 48 * model.rotary_size * 4
+    assert kept_by(part) == 4 * work.layer.kept_bytes(recompute) + 48 * model.rotary_size * 4
     assert sum(p.numel() for p in part.parameters()) == 4 * work.layer.parameters
     trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
     assert trained == 4 * work.layer.trained == sum(model.trained_unit_parameters)
-    for whole, halves in (("parameters", work.halves), ("trained", work.halves)):
-        assert sum(getattr(half, whole) for half in halves) == getattr(work.layer, whole)
+    for kind in ("parameters", "trained"):
+        assert sum(getattr(half, kind) for half in work.halves) == getattr(work.layer, kind)
 
 
 @pytest.mark.parametrize("variant", ["yuan", "yuan-plain", "llama", "qwen2", "qwen3"])
@@ -86,20 +91,15 @@ def test_kept_bytes_of_adapters_on_a_frozen_base(variant, recompute):
 def test_kept_bytes_of_a_rank_of_a_tensor_parallel_group(variant, recompute, divided, monkeypatch):
     """As one of two that have the whole hidden state each, or a part of its tokens between products."""
     model = tiny_model(variant)
-    part = Transformer(model, embedding=False, head=False, recompute=recompute, device="meta")
     spec = ShardSpec(*sharding_of(model), index=1, count=2, splits_tokens=divided)
-    shard_parameters(part, spec, device=torch.device("cpu"))
-    for parameter in part.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
+    part = sharded(model, spec, recompute)
     apply_tensor_parallel(part, spec, None)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(tensor, "_run_beside", lambda *_: None)
-    hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
-    kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
     work = model_work(model, TokenRows(2, 48, "fp32"), logit_rows=48, group=TensorGroup(2, divided))
     tables = 48 * model.rotary_size * 4
     # What comes out is whole; without a division it is as large as the input, which is not counted.
-    whole = hidden_BSH.nbytes if divided else 0
-    assert kept == 4 * work.layer.kept_bytes(recompute) + tables + whole
+    whole = 2 * 48 * 64 * 4 if divided else 0
+    assert kept_by(part) == 4 * work.layer.kept_bytes(recompute) + tables + whole
 
 
 @pytest.mark.parametrize("held", [0, 1, 3])
@@ -107,22 +107,15 @@ def test_kept_bytes_of_a_rank_of_a_tensor_parallel_group(variant, recompute, div
 def test_kept_bytes_of_a_rank_that_shares_experts(held, recompute, monkeypatch):
     """For the most rows that it can be given: each token chooses the first two experts."""
     model = tiny_model("yuan-m32")
-    sharding, blocks = sharding_of(model)
-    part = Transformer(model, embedding=False, head=False, recompute=recompute, device="meta")
-    spec = ShardSpec(sharding, blocks, experts=(0, held))
-    shard_parameters(part, spec, device=torch.device("cpu"))
-    for parameter in part.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
+    part = sharded(model, ShardSpec(*sharding_of(model), experts=(0, held)), recompute)
     apply_expert_parallel(part, None, first_expert=0)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(tensor, "_all_reduce", lambda part, *_: part.contiguous().clone())
     choice = torch.arange(2).repeat(96, 1)
     chosen = Choice(choice, choice.flatten().argsort(stable=True), (96, 96, 0, 0, 0))
     monkeypatch.setattr(Router, "_choose", lambda *_: replace(chosen, **fresh(chosen)))
-    hidden_BSH = torch.randn(2, 48, 64).requires_grad_()
-    kept = kept_bytes(lambda: part(hidden_BSH), beside=[hidden_BSH, *part.parameters()])
     work = model_work(model, TokenRows(2, 48, "fp32"), logit_rows=48, experts=held)
     tables = 48 * model.rotary_size * 4
-    assert kept == 4 * work.layer.kept_bytes(recompute) + tables
+    assert kept_by(part) == 4 * work.layer.kept_bytes(recompute) + tables
     assert sum(p.numel() for p in part.parameters()) == 4 * work.layer.parameters
     assert sum(half.parameters for half in work.halves) == work.layer.parameters
 

@@ -84,12 +84,11 @@ def test_a_card_keeps_what_was_forecast(
 ) -> None:
     made: list[ActivationTiers] = []
 
-    class Recorded(ActivationTiers):
-        def __init__(self, *arguments: Any, **keys: Any) -> None:
-            super().__init__(*arguments, **keys)
-            made.append(self)
+    def recorded(*arguments: Any, **keys: Any) -> ActivationTiers:
+        made.append(ActivationTiers(*arguments, **keys))
+        return made[-1]
 
-    monkeypatch.setattr(build, "ActivationTiers", Recorded)
+    monkeypatch.setattr(build, "ActivationTiers", recorded)
     sizes = {"hidden_size": 64, "ffn_hidden_size": 128}
     overrides = ("train.steps=1", "validation.every=0", "data.sequence_length=64")
     overrides += tuple(f"model.{key}={size}" for key, size in sizes.items())

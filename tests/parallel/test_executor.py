@@ -56,9 +56,14 @@ class Clock:
         self.now += processor + waiting
 
 
-def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr("yuan_train.parallel.executor.time", found)
+    return found
+
+
+def test_a_simulated_card_sleeps_to_its_slowdown(clock: Clock) -> None:
     watch = Stopwatch(CPU, simulated=Simulated(4.0))
     with watch.running():
         clock.work(processor=1.0, waiting=0.5)
@@ -79,10 +84,8 @@ def test_a_simulated_card_sleeps_to_its_slowdown(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_simulated_card_keeps_the_pace_of_its_first_pieces(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
     watch = Stopwatch(CPU, simulated=Simulated(4.0))
 
     def piece(processor: float, *kind: str, waiting: float = 0.0, half: str = "") -> float:
@@ -115,9 +118,7 @@ def test_a_simulated_card_keeps_the_pace_of_its_first_pieces(
     assert [piece(used) for used in (0.5, 1.0, 5.0)] == [3.0, 3.0, 5.0]
 
 
-def test_a_frozen_piece_of_work_starts_things_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+def test_a_frozen_piece_of_work_starts_things_half_way(clock: Clock) -> None:
     watch = Stopwatch(CPU, simulated=Simulated(4.0))
     found: list[tuple[float, float]] = []
     for processor in (*[1.0] * WARM_UP_PIECES, 0.5, 1.25, 2.5):
@@ -132,9 +133,7 @@ def test_a_frozen_piece_of_work_starts_things_half_way(monkeypatch: pytest.Monke
     assert found == [(2.0, 4.0)] * WARM_UP_PIECES + [(1.0, 4.0), (2.5, 4.0), (4.0, 5.25)]
 
 
-def test_forwards_and_backwards_have_paces_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+def test_forwards_and_backwards_have_paces_of_their_own(clock: Clock) -> None:
     draw = random.Random(0)
 
     class Timed(Scale):
@@ -159,9 +158,7 @@ def test_forwards_and_backwards_have_paces_of_their_own(monkeypatch: pytest.Monk
     assert found[2] > found[4] == 4.0
 
 
-def test_reading_data_is_not_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr("yuan_train.parallel.executor.time", clock)
+def test_reading_data_is_not_compute(clock: Clock) -> None:
 
     class Timed(Scale):
         def load(self, micro_batch: int) -> None:

@@ -85,22 +85,19 @@ def test_no_more_pages_are_on_the_card_than_may_be(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[ParameterPages] = []
-
-    class Recorded(ParameterPages):
-        def __init__(self, *arguments: Any, **keys: Any) -> None:
-            super().__init__(*arguments, **keys)
-            made.append(self)
-
     slabs: list[int] = []
 
-    class Slab(HostSlab):
-        def __init__(self, num_bytes: int, **keys: Any) -> None:
-            super().__init__(num_bytes, **keys)
-            slabs.append(num_bytes)
+    def recorded(*arguments: Any, **keys: Any) -> ParameterPages:
+        made.append(ParameterPages(*arguments, **keys))
+        return made[-1]
 
-    monkeypatch.setattr(build, "ParameterPages", Recorded)
+    def slab(num_bytes: int, **keys: Any) -> HostSlab:
+        slabs.append(num_bytes)
+        return HostSlab(num_bytes, **keys)
+
+    monkeypatch.setattr(build, "ParameterPages", recorded)
     for module in (parameters, zero):
-        monkeypatch.setattr(module, "HostSlab", Slab)
+        monkeypatch.setattr(module, "HostSlab", slab)
     more = ("train.steps=1", "validation.every=0", "optimizer.bucket_size=1000000")
     keys = {"text": "1x8: 6@0"}
     run_alone(Case(run_file, tmp_path, paged(run_file, keys, 4, [(6, 3)]), (*OVERRIDES, *more)))

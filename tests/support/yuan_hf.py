@@ -73,12 +73,9 @@ def read_published(folder: Path) -> Tensors:
 
 def same_bits(a: Tensors, b: Tensors) -> bool:
     """Whether names, dtypes, shapes and bytes are equal."""
-    return list(sorted(a)) == list(sorted(b)) and all(
+    return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
-        and a[name].numpy(force=True).tobytes() == b[name].numpy(force=True).tobytes()
-        if a[name].dtype != torch.bfloat16
-        else a[name].dtype == b[name].dtype
-        and torch.equal(a[name].view(torch.int16), b[name].view(torch.int16))
+        and torch.equal(*(one[name].contiguous().flatten().view(torch.uint8) for one in (a, b)))
         for name in a
     )

@@ -159,38 +159,36 @@ def test_a_groups_broadcast_does_not_hide_the_message_before_it(grid: Grid) -> N
 
 
 @pytest.mark.parametrize(
-    ("activity", "text"),
+    ("rank", "activity", "text"),
     [
-        (Activity("compute", BACKWARD), "has been 60 s in the backward of micro-batch 4 on stage 0"),
+        (0, Activity("compute", BACKWARD), "has been 60 s in the backward of micro-batch 4 on stage 0"),
+        # Of a wide stage, with those that compute with it.
+        (2, Activity("compute", BACKWARD), "in the backward of micro-batch 4 on stage 0, with rank 3"),
         (
+            0,
             Activity("load", Step("forward", 0, 2)),
             "has been 60 s in reading data for the forward of micro-batch 2 on stage 0",
         ),
         (
+            0,
             Activity("send", Step("send_activation", 0, 2)),
             "has been 60 s in the send activation of micro-batch 2 on stage 0",
         ),
-        (Activity("drain"), "has waited 60 s until its last messages are received"),
-        (Activity("optimizer"), "has been 60 s in the optimizer step"),
+        (0, Activity("drain"), "has waited 60 s until its last messages are received"),
+        (0, Activity("optimizer"), "has been 60 s in the optimizer step"),
         (
+            0,
             Activity("collective", what="a sum", ranks=tuple(range(20))),
             "waited 60 s in a sum for 19 other ranks",
         ),
     ],
 )
-def test_every_activity_has_words(grid: Grid, activity: Activity, text: str) -> None:
-    rank = Watched(grid)
-    with observed_by(rank.watch), during(activity):
-        rank.pass_seconds(61)
-    (said,) = rank.said
+def test_every_activity_has_words(grid: Grid, rank: int, activity: Activity, text: str) -> None:
+    watched = Watched(grid, rank)
+    with observed_by(watched.watch), during(activity):
+        watched.pass_seconds(61)
+    (said,) = watched.said
     assert said.endswith(text)
-
-
-def test_a_wide_stage_names_those_that_compute_with_it(grid: Grid) -> None:
-    rank = Watched(grid, 2)
-    with observed_by(rank.watch), during(Activity("compute", BACKWARD)):
-        rank.pass_seconds(61)
-    assert rank.said[0].endswith("in the backward of micro-batch 4 on stage 0, with rank 3")
 
 
 def test_an_activity_that_fails_does_not_end(grid: Grid) -> None:
