@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,4 +197,4 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run(run_file: Path, tmp_path
     with pytest.raises(
         TrainingError, match=r"step 2: .* the first gradient that is not finite came from rank 0"
     ):
-        run_alone(replace(Case(run_file, tmp_path / "end", None, given)))
+        run_alone(Case(run_file, tmp_path / "end", None, given))

@@ -52,7 +52,7 @@ def test_the_forecast_of_the_same_plan_is_then_what_was_measured() -> None:
     assert found.step_seconds <= cost_plan(make_costs(replace(given, profile=profile)), plan).step_seconds
 
 
-def test_what_no_profile_is_made_of(tmp_path: Path) -> None:
+def test_what_no_profile_is_made_of() -> None:
     plan = find(problem(CARDS), tensor=(1,), use_all_devices=True).best.plan
     with pytest.raises(ConfigError, match="has not measured its ranks yet"):
         profile_of_run(plan, {}, precision="bf16")

@@ -172,20 +172,11 @@ def test_what_a_stage_takes_besides_its_layers_is_no_part_of_any_unit() -> None:
     assert units.make_entry(single, [units.MeasuredCase(own, (1.3, 2.5))]).start == StageStart()
 
 
-def test_activation_and_transient_bytes_of_a_layer(run_file: Path) -> None:
+def test_activation_and_transient_bytes_of_a_layer() -> None:
     """Measured memory is at least what autograd saves; a recomputed layer needs transient memory."""
-    run = run_config(run_file)
-    case = units.ProfileCase(
-        model=replace(
-            run.model, num_layers=4, hidden_size=256, ffn_hidden_size=1024, num_attention_heads=4, head_dim=64
-        ),
-        sequence_length=64,
-        micro_batch_size=2,
-        recompute="none",
-        dtype=torch.float32,
-        device=CPU,
-        seconds_per_unit=0.01,
-    )
+    case = short_case(torch.float32, seconds_per_unit=0.01)
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 1024, "num_attention_heads": 4, "head_dim": 64}
+    case = replace(case, model=replace(case.model, num_layers=4, **sizes), sequence_length=64)
     hidden_bytes = 2 * 64 * 256 * 4
     (kept,) = units.measure_case(case, device_type="here").entry.layers
     (recomputed,) = units.measure_case(replace(case, recompute="full"), device_type="here").entry.layers
