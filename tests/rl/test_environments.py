@@ -153,14 +153,13 @@ def test_what_an_environment_says_is_not_trained() -> None:
 
 def test_killed_and_resumed_turns_are_the_same(tmp_path: Path) -> None:
     """In sync mode to the bit, however long environments take: replies join after as many rounds."""
-    path, overrides = write_rl(tmp_path), changes(tmp_path)
+    path, (_, *others) = write_rl(tmp_path), changes(tmp_path)
+    others += [f"environment.python={tmp_path / 'echo.py'}:Echo", "evaluation.every=0"]
     for name, parts in {"whole": (4,), "parts": (1, 3, 4)}.items():
         save = (f"checkpoint.directory={tmp_path / name / 'c'}", "checkpoint.every=1")
         for steps in parts:
-            own = (*overrides, *save, f"train.steps={steps}", f"environment.workers={len(parts)}")
-            keys = (f"environment.python={tmp_path / 'echo.py'}:Echo",)
-            own = tuple(o for o in own if not o.startswith("environment=")) + keys
-            run_rl(RLCase(path, tmp_path / name, overrides=(*own, "evaluation.every=0")))
+            own = (*others, *save, f"train.steps={steps}", f"environment.workers={len(parts)}")
+            run_rl(RLCase(path, tmp_path / name, overrides=own))
     assert_same_run(tmp_path / "parts", tmp_path / "whole", "c/step-00000004")
 
 

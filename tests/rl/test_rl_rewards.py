@@ -256,7 +256,7 @@ def test_functions_that_cannot_be_loaded_again_end_the_run_with_the_last_process
             scorers.score([[fields(ticket=n)] for n in (-1, 1)])
 
 
-def test_a_process_that_ended_between_two_batches_loses_no_group(tmp_path: Path) -> None:
+def test_a_process_that_ended_between_two_batches_loses_no_group() -> None:
     with Scorers(RewardConfig(workers=1)) as scorers:
         (process,) = [worker.process for worker in scorers._workers]  # pyright: ignore[reportPrivateUsage]
         process.kill()

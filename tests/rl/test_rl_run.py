@@ -409,7 +409,7 @@ def test_the_best_weights_are_kept_and_those_before_the_first_step_measured(tmp_
 def test_a_simulated_card_keeps_its_pace_and_tells_what_takes_longer(
     project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    plan = single_card_plan(policy_run(load_rl(project), sequence_length=load_rl(project).sequence_length))
+    plan = single_card_plan(policy_run(load_rl(project)))
     plain = run_rl(RLCase(project, tmp_path / "plain"))
     counts: dict[str, int] = {}
     # A pace that nothing keeps; and one that is measured, which about a half of what follows does not.

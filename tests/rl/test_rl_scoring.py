@@ -53,7 +53,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(path: Path, text: str, node: str, *, scores: Path | None = None) -> Plan:
-    run = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
+    run = policy_run(load_rl(path))
     if scores is not None:
         run = replace(run, model=find_checkpoint(scores).model)
     plan = parse_plan(run, text)

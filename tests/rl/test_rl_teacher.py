@@ -92,7 +92,7 @@ def test_a_teacher_teaches_the_same_wherever_it_is(project: tuple[Path, Path, Pa
     run_rl(RLCase(path, tmp_path / "parts", None, (*saved, "train.steps=1")))
     run_rl(RLCase(path, tmp_path / "parts", None, saved))
     assert facts(tmp_path / "parts") == facts(tmp_path / "alone")
-    run = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
+    run = policy_run(load_rl(path))
     plan = parse_plan(run, "2x3: 1@0 | 3@1,2 / 2x1: 4@3", schedule="1f1b", optimizer_sharding=True)
     roles = roles_of(path, staleness=0, policy="2x4: 4@0", engines="8x1: 4@0")
     own = RolePlan(plan=plan_of(path, "1x3: 5@0 / 2x1: 5@1", "r", scores=teacher))
@@ -114,7 +114,7 @@ def test_the_policy_comes_to_write_like_its_teacher(project: tuple[Path, Path, P
     assert last < first / 3, (first, last)
 
 
-def test_what_cannot_teach(project: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_what_cannot_teach(project: tuple[Path, Path, Path]) -> None:
     path, teacher, _ = project
 
     def refused(kind: type[Exception], message: str, *overrides: str) -> None:

@@ -146,7 +146,7 @@ def roles_of(
     path: Path, *, staleness: int, policy: str = "2x4: 1@0 | 3@1", engines: str = "4x1: 1@0 | 3@1 / 4x1: 4@2"
 ) -> RlPlan:
     """Policy and engines on cards of their own, on nodes p and g."""
-    run = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
+    run = policy_run(load_rl(path))
     generation = GenerationPlan(shares=None, plan=with_names(parse_plan(run, engines), "g"))
     roles = RolePlans(policy=RolePlan(plan=with_names(parse_plan(run, policy), "p")), generation=generation)
     return RlPlan(mode="async" if staleness else "sync", staleness=staleness, roles=roles)
