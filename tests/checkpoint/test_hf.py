@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.hf_decoders import save_model
 from tests.support.project import MODEL
 from tests.support.yuan_hf import GOLDEN, copy_of, read_published, same_bits
 from yuan_train.checkpoint.hf import export_hf, import_hf, weights_state
@@ -89,9 +90,8 @@ def test_heads_wider_than_the_model_and_plain_attention(tmp_path: Path) -> None:
     plain = MODEL | {"head_dim": 24, "attention": "plain", "tie_embeddings": False}
     model = Transformer(build(Document("test", plain, {}), ModelConfig))
     init_weights(model, seed=1)
-    tensors = {f"weights.{name}": weight.detach() for name, weight in model.named_parameters()}
-    save_checkpoint(tmp_path / "a", step=7, tensors=tensors, state=weights_state(model.config) | {"step": 7})
-    export = Path(export_hf(find_checkpoint(tmp_path / "a"), tmp_path / "hf").path)
+    made = find_checkpoint(save_model(tmp_path / "a", model))
+    export = Path(export_hf(made, tmp_path / "hf").path)
     import_hf(export, tmp_path / "b")
     again = Transformer(find_checkpoint(tmp_path / "b").model)
     load_weights(find_checkpoint(tmp_path / "b"), again)
@@ -150,7 +150,7 @@ def test_the_layout_has_the_published_number_of_tensors_and_parameters() -> None
     assert sum(torch.Size(mapping.shape).numel() for mapping in layout) == 2_088_724_480
 
 
-def test_only_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     held = most = 0
 
     def tensor(number: int) -> LazyTensor:

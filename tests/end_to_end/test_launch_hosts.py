@@ -17,6 +17,7 @@ from tests.support.hosts import Machines
 from tests.support.project import difference, read_metrics
 from tests.support.ranks import Case, run_alone
 from tests.support.spawn import wait_for_step
+from tests.support.supervised import words
 from yuan_train.config.errors import INTERRUPTED
 
 STEPS = 3
@@ -36,10 +37,6 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Machines:
     finally:
         os.chdir(before)
     return found
-
-
-def words(steps: int) -> tuple[str, ...]:
-    return (f"train.steps={steps}", "optimizer.decay_steps=20", "validation.every=0")
 
 
 @contextmanager

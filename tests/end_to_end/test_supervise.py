@@ -50,6 +50,12 @@ def alone(project: Path) -> Curve:
     return run_alone(Case(project / "run.yaml", project / "alone", overrides=words(STEPS)))
 
 
+def check_losses(folder: Path, alone: Curve) -> None:
+    for found, wanted in zip(read_metrics(folder / "log"), alone, strict=False):
+        assert found["step"] == wanted["step"]
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_node_is_killed_and_comes_back(project: Path, alone: Curve, tmp_path: Path) -> None:
     """The run goes on without it, and with it again; the losses are those of one process."""
@@ -72,9 +78,7 @@ def test_a_node_is_killed_and_comes_back(project: Path, alone: Curve, tmp_path: 
     assert again.forecast_after is not None and again.forecast_before is not None
     assert again.forecast_after < again.forecast_before == without.forecast_after
     assert stopped.event == "stopped"
-    for found, wanted in zip(read_metrics(tmp_path / "log"), alone, strict=False):
-        assert found["step"] == wanted["step"]
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    check_losses(tmp_path, alone)
 
 
 @pytest.mark.slow
@@ -101,8 +105,7 @@ def test_a_lead_that_is_cut_off_comes_back_in(project: Path, alone: Curve, tmp_p
     assert found[1].reason.startswith("a went; ") and found[2].reason.startswith("a came: ")
     lines = read_metrics(tmp_path / "log")
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    for line, wanted in zip(lines, alone, strict=False):
-        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    check_losses(tmp_path, alone)
 
 
 @pytest.mark.slow
@@ -123,10 +126,7 @@ def test_a_lost_node_costs_a_few_steps(project: Path, alone: Curve, tmp_path: Pa
     found = re.search(r"resumed from /dev/shm/\S+ after step (\d+)", said)
     assert "the newest checkpoint is in the memory of a; there is none on disk" in said and found, said
     assert done - keep <= int(found[1]) <= done
-    lines = read_metrics(tmp_path / "log")
-    for line, wanted in zip(lines, alone, strict=False):
-        assert line["step"] == wanted["step"]
-        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    check_losses(tmp_path, alone)
     assert not run_folder(tmp_path / "checkpoints").exists()
 
 

@@ -23,6 +23,7 @@ from tests.support.project import make_project, on_devices, parse_plan, read_met
 from tests.support.ranks import Case, run_alone
 from tests.support.rl import write_rl
 from tests.support.spawn import Around, Command, free_port, patience, process_of, start_command, wait_for_step
+from tests.support.supervised import words
 from yuan_train.config.errors import INTERRUPTED
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.rl_plan import save_rl_plan
@@ -45,10 +46,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_plan(folder / f"plan-{first}-{second}.yaml", on_devices(plan, *devices))
     run_alone(Case(run_file, folder / "alone", overrides=words(STEPS)))
     return folder
-
-
-def words(steps: int) -> tuple[str, ...]:
-    return (f"train.steps={steps}", "optimizer.decay_steps=20", "validation.every=0")
 
 
 @contextmanager

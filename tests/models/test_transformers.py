@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.hf_decoders import write_llama
+from tests.support.hf_decoders import save_model, write_llama
 from tests.support.models import tiny_model
 from tests.support.yuan_hf import read_published, same_bits
-from yuan_train.checkpoint.hf import export_hf, import_hf, weights_state
+from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
-from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.model import RopeScaling
 from yuan_train.data.chat import render_chat
 from yuan_train.data.tokenizer import Tokenizer
@@ -237,9 +236,7 @@ def test_a_model_of_ours_runs_in_transformers(name: str, tmp_path: Path, transfo
     with torch.no_grad():
         for weight in ours.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))  # norms and biases too
-    tensors = {f"weights.{name}": weight.detach() for name, weight in ours.named_parameters()}
-    save_checkpoint(tmp_path / "a", step=7, tensors=tensors, state=weights_state(config) | {"step": 7})
-    export_hf(find_checkpoint(tmp_path / "a"), tmp_path / "hf")
+    export_hf(find_checkpoint(save_model(tmp_path / "a", ours)), tmp_path / "hf")
     assert ("lm_head.weight" in read_published(tmp_path / "hf")) == (not config.tie_embeddings)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     close(logits_of(ours), logits_of(theirs))

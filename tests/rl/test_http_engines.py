@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 
 from tests.rl.test_apart import roles_of
 from tests.rl.test_environments import changes
+from tests.support.commands import Refuse
+from tests.support.hf_decoders import save_model
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, read_lines, run_rl, run_rl_cases, write_rl
 from tests.support.serving import Quiet, answering, serving
 from tests.support.spawn import free_port, start_command, start_ranks, wait_until
-from yuan_train.checkpoint.hf import export_hf, weights_state
+from yuan_train.checkpoint.hf import export_hf
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.model import ModelConfig
@@ -42,19 +43,12 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 
-def make_served(model: ModelConfig, folder: Path) -> Path:
-    """A checkpoint of other weights than the policy's, without a tokenizer."""
-    made = Transformer(model)
-    init_weights(made, seed=77)
-    tensors = {f"weights.{name}": weight.detach() for name, weight in made.named_parameters()}
-    save_checkpoint(folder, step=1, tensors=tensors, state=weights_state(model) | {"step": 1})
-    return folder
-
-
 @contextmanager
 def served(model: ModelConfig, folder: Path, count: int, *options: str) -> Iterator[list[Any]]:
-    """So many servers of a model."""
-    checkpoint = make_served(model, folder / "served")
+    """So many servers of a model, of other weights than the policy's and without a tokenizer."""
+    made = Transformer(model)
+    init_weights(made, seed=77)
+    checkpoint = save_model(folder / "served", made)
     with ExitStack() as stack:
         servers: list[Any] = []
         for number in range(count):
@@ -86,8 +80,7 @@ def test_sync_and_async_runs_beside_two_servers(tmp_path: Path) -> None:
             f"data.evaluation={tmp_path / 'prompts.jsonl'}",
             "evaluation.every=1",
         )
-        policy = policy_run(run, sequence_length=run.sequence_length)
-        uneven = parse_plan(policy, "2x2: 1@0,1 | 3@2 / 2x2: 4@3")
+        uneven = parse_plan(policy_run(run), "2x2: 1@0,1 | 3@2 / 2x2: 4@3")
         cases = [
             RLCase(
                 path,
@@ -399,8 +392,7 @@ def test_an_odd_reply_is_refused(tmp_path: Path) -> None:
 def test_all_ranks_end_with_what_a_server_did(tmp_path: Path) -> None:
     """2 where it cannot be reached at the start, 1 where its reply is odd; rank 0 alone asks."""
     path, plan = write_rl(tmp_path), tmp_path / "plan.yaml"
-    policy = policy_run(load_rl(path), sequence_length=load_rl(path).sequence_length)
-    save_plan(plan, parse_plan(policy, "2x4: 1@0 | 3@1"))
+    save_plan(plan, parse_plan(policy_run(load_rl(path)), "2x4: 1@0 | 3@1"))
     gone = f"http://127.0.0.1:{free_port()}"
     with faking() as fake:
         fake.answers = ODD["nan"][0]
@@ -454,25 +446,15 @@ def test_rounding_above_0_is_none() -> None:
 # --- at the start -----------------------------------------------------------------------------------------
 
 
-def refused(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-    capsys.readouterr()
-    assert main(["rl", "--config", str(path), *overrides]) == 2
-    return capsys.readouterr().err
-
-
-def test_servers_that_cannot_draw_are_refused_at_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_rl(tmp_path)
-    log = f"log.directory={tmp_path / 'log'}"
+def test_servers_that_cannot_draw_are_refused_at_the_start(tmp_path: Path, refuse: Refuse) -> None:
+    given = ("rl", "--config", write_rl(tmp_path), f"log.directory={tmp_path / 'log'}")
     gone = f"http://127.0.0.1:{free_port()}"
     with faking() as fake:
         urls = [fake.url, gone]
-        told = refused(path, capsys, roles(urls, "test"), log)
+        told = refuse(*given, roles(urls, "test"))
         assert f"roles.generation.http: {gone}/v1/models: cannot be reached" in told and fake.url not in told
-        assert "has no model 'other' (roles.generation.model), but 'test'" in refused(
-            path, capsys, roles([fake.url], "other"), log
-        )
+        told = refuse(*given, roles([fake.url], "other"))
+        assert "has no model 'other' (roles.generation.model), but 'test'" in told
         model = {"id": "test", "owned_by": "vllm"}
         for change, why in (
             ({"max_model_len": 10}, "holds 10 tokens of a prompt and its answer, but they may have 11"),
@@ -480,9 +462,9 @@ def test_servers_that_cannot_draw_are_refused_at_the_start(
             ({"owned_by": "me"}, "give roles.generation.kind"),
         ):
             fake.models = {"data": [model | change]}
-            assert why in refused(path, capsys, roles([fake.url], "test"), log)
+            assert why in refuse(*given, roles([fake.url], "test"))
         fake.models = [1]
-        assert "wanted a list of models; got [1]" in refused(path, capsys, roles([fake.url], "test"), log)
+        assert "wanted a list of models; got [1]" in refuse(*given, roles([fake.url], "test"))
 
 
 def test_keys_that_do_not_go_together(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_chats(client: Any, trained: TrainedModel) -> None:
 
 
 @ALONE
-def test_the_command_writes_the_same(server: Server, client: Any, checkpoint: Path, ask: Ask) -> None:
+def test_the_command_writes_the_same(client: Any, checkpoint: Path, ask: Ask) -> None:
     """`generate` itself, with text and as a chat."""
     for kind in ([], ["--chat"]):
         words = ["--prompt", "say it", "--max-new-tokens", "12", "--temperature", "0.7", "--seed", "2"]

@@ -129,7 +129,7 @@ def wrong_way(r: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
     return method, path, json.dumps(GOOD[COMPLETIONS]).encode(), {"content-type": kind} | more
 
 
-def test_a_thousand_wrong_requests(server: Server, http: Any) -> None:
+def test_a_thousand_wrong_requests(http: Any) -> None:
     """Seeded, so that a failure comes again; sixteen at a time."""
 
     def ask(number: int) -> tuple[int, int, bytes, str]:

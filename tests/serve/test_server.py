@@ -38,7 +38,7 @@ def health(server: Server) -> tuple[int, int]:
     return told["running"], told["waiting"]
 
 
-def open_stream(server: Server, client: Any) -> Any:
+def open_stream(client: Any) -> Any:
     return client.send(
         client.build_request("POST", "/v1/completions", json=LONG | {"stream": True}), stream=True
     )
@@ -50,7 +50,7 @@ def test_a_full_queue_and_clients_that_leave(checkpoint: Path, tmp_path: Path) -
         serving(checkpoint, tmp_path, "--slots", "2", "--queue", "2") as server,
         httpx.Client(base_url=server.url, timeout=30) as client,
     ):
-        streams = [open_stream(server, client) for _ in range(4)]
+        streams = [open_stream(client) for _ in range(4)]
         wait_until(lambda: health(server) == (2, 2))
         refused = client.post("/v1/completions", json=LONG)
         assert refused.status_code == 429
@@ -143,13 +143,12 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     """The request fails with the reason; the server does not."""
     import torch
 
-    from yuan_train.checkpoint.load import find_checkpoint, load_weights
+    from yuan_train.checkpoint.load import find_checkpoint
     from yuan_train.checkpoint.save import save_checkpoint
-    from yuan_train.models.transformer import Transformer
+    from yuan_train.train.evaluate import load_trained
 
     good = find_checkpoint(make_checkpoint(tmp_path / "good"))
-    model = Transformer(good.model)
-    load_weights(good, model)
+    model = load_trained(good).model
     tensors = {f"weights.{name}": weight.detach() for name, weight in model.named_parameters()}
     tensors["weights.layers.2.feed_forward_norm.weight"] = torch.full((64,), float("nan"))
     save_checkpoint(tmp_path / "bad", step=1, tensors=tensors, state=dict(good.state))

@@ -59,12 +59,19 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
+def save_model(folder: Path, model: Transformer, *, scale: float = 1.0) -> Path:
+    """Save so many times the weights of a model, and its buffers, as the checkpoint of step 1."""
+    tensors = {f"weights.{name}": scale * weight.detach() for name, weight in model.named_parameters()}
+    tensors |= {f"weights.{name}": buffer for name, buffer in model.named_buffers()}
+    save_checkpoint(folder, step=1, tensors=tensors, state=weights_state(model.config) | {"step": 1})
+    return folder
+
+
 def write_llama(folder: Path, **changes: Any) -> Path:
     """Write a tiny Llama of 260 tokens, with its tokenizer, as a publisher would; return its folder."""
     model = Transformer(tiny_model("llama", vocab_size=260, num_layers=2, **changes))
     init_weights(model, seed=5)
-    tensors = {f"weights.{name}": 3 * weight.detach() for name, weight in model.named_parameters()}
-    save_checkpoint(folder / "made", step=1, tensors=tensors, state=weights_state(model.config) | {"step": 1})
-    published = Path(export_hf(find_checkpoint(folder / "made"), folder / "hf", dtype="bfloat16").path)
+    made = save_model(folder / "made", model, scale=3.0)
+    published = Path(export_hf(find_checkpoint(made), folder / "hf", dtype="bfloat16").path)
     write_tokenizer(published)
     return published

@@ -13,12 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tests.support.hf_decoders import write_tokenizer
+from tests.support.hf_decoders import save_model, write_tokenizer
 from tests.support.models import tiny_model
 from tests.support.project import parse_plan
 from tests.support.spawn import Command, start_ranks
-from yuan_train.checkpoint.hf import weights_state
-from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.models.transformer import Transformer, init_weights
@@ -55,11 +53,9 @@ def make_checkpoint(folder: Path, variant: str = "yuan", *, endless: bool = Fals
     """
     model = Transformer(tiny_model(variant, vocab_size=260, name=NAME, **changes))
     init_weights(model, seed=5)
-    tensors = {f"weights.{name}": 3 * weight.detach() for name, weight in model.named_parameters()}
     if endless:
-        tensors["weights.embedding.weight"][256:] = 0
-    tensors |= {f"weights.{name}": buffer for name, buffer in model.named_buffers()}
-    save_checkpoint(folder, step=1, tensors=tensors, state=weights_state(model.config) | {"step": 1})
+        model.embedding.weight.data[256:] = 0
+    save_model(folder, model, scale=3.0)
     tokenizer = folder / "step-00000001" / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer)
