@@ -6,17 +6,17 @@ Importing megatron-core takes seconds, so each test imports it once, in a proces
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.support.project import parse_plan, read_metrics, run_config
-from tests.support.ranks import Case, fork_cases, run_alone
+from tests.support.ranks import Case, fork_cases, run_alone, run_forked_cases
 from tests.support.spawn import spawn
 from yuan_train.models.attention import DocumentResets, find_resets
 from yuan_train.models.transformer import Transformer, init_weights
@@ -78,7 +78,7 @@ def test_the_losses_are_ours_also_after_a_change_of_engine(run_file: Path, tmp_p
             schedule=INTERLEAVED,
         ),
     ]
-    spawn(_fork, 1, cases)
+    run_forked_cases(cases)
     alone = ("validation.every=2",)
     for folder, further, steps in (
         ("run", alone, 6),
@@ -102,10 +102,6 @@ def test_the_losses_are_ours_also_after_a_change_of_engine(run_file: Path, tmp_p
 
 
 INTERLEAVED = "interleaved_1f1b"
-
-
-def _fork(_: int, cases: list[Case]) -> None:
-    fork_cases(cases)
 
 
 def test_each_cure_and_each_patch_is_needed(run_file: Path, tmp_path: Path) -> None:
@@ -164,23 +160,23 @@ def check_traps(run_file: Path, folder: Path) -> None:
     # 1. Weights that are cut but not marked: the norm counts them on one rank alone.
     ours = folder / "ours"
     run_alone(case(run_file, ours, None, "train.micro_batch_size=4"))
-    with _patched(model, "mark_cut_weights", lambda *a: None):
+    with patch.object(model, "mark_cut_weights", lambda *a: None):
         assert worst(losses("unmarked", "4x2: 4@0,1"), ours, "grad_norm") > SEEN
     # 2. Interleaving with the default way of sending.
     virtual = {"schedule": INTERLEAVED}
-    with _patched(model, "point_to_point", lambda interleaved: {}):
+    with patch.object(model, "point_to_point", lambda interleaved: {}):
         found = losses("batched", "1x8: 1@0 | 1@1 | 1@0 | 1@1", **virtual)
         assert worst(found, ours, "grad_norm") > SEEN
     # 5. Ranks in the plan's order, not megatron-core's: it refuses here only because the embedding is tied.
     with (
-        _patched(engine, "express", _in_plan_order(engine.express)),
+        patch.object(engine, "express", _in_plan_order(engine.express)),
         pytest.raises(torch.multiprocessing.ProcessRaisedException, match="AssertionError"),
     ):
         losses("order", "4x2: 3@1 | 1@0")
     # 6. Norms over heads, whose gradients each rank has of its own heads alone.
     qwen = ("model.architecture=qwen", "model.query_key_norm=true", "model.num_key_value_heads=2")
     run_alone(case(run_file, folder / "qwen", None, "train.micro_batch_size=4", *qwen))
-    with _patched(engine, "sum_head_norms", lambda chunks: None):
+    with patch.object(engine, "sum_head_norms", lambda chunks: None):
         assert worst(losses("heads", "4x2: 4@0,1", *qwen), folder / "qwen", "grad_norm") > 1e-4
     # 4. Masters made of bf16 weights after a checkpoint.
     bf16 = ("train.precision=bf16",)
@@ -189,7 +185,7 @@ def check_traps(run_file: Path, folder: Path) -> None:
     losses("first", "4x2: 4@0", *bf16, checkpoint)
     resume = (*bf16, f"checkpoint.resume={folder / 'ck'}")
     assert worst(losses("resumed", "4x2: 4@0", *resume, steps=6), whole) == 0
-    with _patched(engine, "publish", _from_weights(engine.publish)):
+    with patch.object(engine, "publish", _from_weights(engine.publish)):
         assert worst(losses("rounded", "4x2: 4@0", *resume, steps=6), whole, "loss") > 0
 
 
@@ -213,28 +209,17 @@ def check_patches(run_file: Path, folder: Path) -> None:
     from yuan_train.megatron import core
 
     install = core.install
-    for patch in core.PATCHES:
-        plan = "4x2: 3@0 | 1@1" if patch == "synchronize" else "4x2: 4@0"
+    for name in core.PATCHES:
+        plan = "4x2: 3@0 | 1@1" if name == "synchronize" else "4x2: 4@0"
         with (
-            _patched(core, "install", lambda left_out=patch: install(without=(left_out,))),
+            patch.object(core, "install", lambda left_out=name: install(without=(left_out,))),
             pytest.raises(
                 torch.multiprocessing.ProcessRaisedException,
                 match="Torch not compiled with CUDA enabled|Wrapped parameters must be one of",
             ),
         ):
-            fork_cases([case(run_file, folder / patch, plan, MEGATRON, steps=1, **_precision(patch))])
+            fork_cases([case(run_file, folder / name, plan, MEGATRON, steps=1, **_precision(name))])
 
 
 def _precision(patch: str) -> dict[str, Any]:
     return {"optimizer_sharding": True} if patch == "type_string" else {}
-
-
-@contextmanager
-def _patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Another value of an attribute, in the processes that are forked inside."""
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
