@@ -23,6 +23,7 @@ from yuan_train.config.load import as_plain
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.data.indexed import IndexedWriter
 from yuan_train.train import ending
+from yuan_train.train.cards import why_no_card
 
 STEPS = "train.steps=2"
 
@@ -100,7 +101,7 @@ def test_a_real_card_where_there_is_none(
     monkeypatch.setattr(launch, "has_driver", lambda: True)
     message = refuse("train", *files, "train.device=auto")
     assert "rank 0 (gpu-box/0)" in message and "a card of type RTX-4090" in message
-    assert "built without CUDA" in message and "train.device=cpu" in message
+    assert why_no_card() in message and "train.device=cpu" in message
     # Whoever says so gets it, and a run without a plan takes what the machine has.
     assert main(["train", *map(str, files), "train.steps=1", "validation.every=0"]) == 0
     assert main(["train", *map(str, (*files[:2], files[4])), "train.device=auto", "train.steps=1"]) == 0

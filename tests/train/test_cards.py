@@ -187,6 +187,7 @@ def test_a_card_without_code_names_the_wheel() -> None:
 
 def test_why_there_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in cards.why_no_card()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(cards, "cuda_of_driver", lambda: None)
