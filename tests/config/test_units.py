@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.units import FACTORS, Kind, format_quantity, parse_quantity, show_bytes, show_seconds
+from yuan_train.config.load import format_quantity
+from yuan_train.config.units import FACTORS, Kind, parse_quantity, show_bytes, show_seconds
 
 KINDS: list[Kind] = ["bytes", "bytes/s", "seconds", "FLOP/s"]
 

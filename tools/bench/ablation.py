@@ -25,7 +25,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import OptimizerConfig
 from yuan_train.data.loader import Blend, open_corpora
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.train.optimizer import learning_rate
+from yuan_train.train.run import learning_rate
 
 EMA_DIMS = 16
 PAPER = {

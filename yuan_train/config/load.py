@@ -23,7 +23,7 @@ import yaml
 
 from yuan_train.config.document import FILES, Document, Keys, describe, is_list, is_mapping, parse_scalar
 from yuan_train.config.errors import ConfigError, Violation, YuanError
-from yuan_train.config.units import Unit, format_quantity
+from yuan_train.config.units import FACTORS, Kind, Unit, parse_quantity
 
 
 def key_of(name: str) -> str:
@@ -268,6 +268,12 @@ def _plain(value: Any, unit: Unit | None) -> Any:
 
 
 _SCALARS = (str, int, float, bool)
+_OUTPUT_UNITS: dict[Kind, tuple[str, ...]] = {
+    "bytes": ("TiB", "GiB", "MiB", "KiB"),
+    "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s"),
+    "seconds": ("s", "ms", "us", "ns"),
+    "FLOP/s": ("PFLOP/s", "TFLOP/s", "GFLOP/s"),
+}
 WIDTH = 160
 """Columns from which on YAML is continued on another line."""
 
@@ -281,6 +287,18 @@ def _fields_of(kind: type) -> tuple[tuple[str, str, Unit | None], ...]:
 def _unit_of(hint: Any) -> Unit | None:
     inside = (*get_args(hint), *(item for argument in get_args(hint) for item in get_args(argument)))
     return next((item for item in inside if isinstance(item, Unit)), None)
+
+
+def format_quantity(value: float, kind: Kind) -> str:
+    """Write `value` (SI) so that `parse_quantity` returns it exactly."""
+    for unit in _OUTPUT_UNITS[kind]:
+        number = value / FACTORS[kind][unit]
+        if abs(number) >= 1:
+            for text in (f"{number:.6g} {unit}", f"{number!r} {unit}"):
+                if parse_quantity(text, kind) == value:
+                    return text
+    base = {"bytes": "B", "bytes/s": "B/s", "seconds": "s", "FLOP/s": "FLOP/s"}[kind]
+    return f"{value!r} {base}" if kind != "bytes" else f"{int(value)} {base}"
 
 
 # Writes what `parse_document` reads back: strings that look like other scalars get quotes. In C where PyYAML

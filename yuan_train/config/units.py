@@ -34,12 +34,6 @@ _EXAMPLES: dict[Kind, str] = {
     "seconds": "10 us or 60 s",
     "FLOP/s": "312 TFLOP/s",
 }
-_WRITTEN: dict[Kind, tuple[str, ...]] = {
-    "bytes": ("TiB", "GiB", "MiB", "KiB"),
-    "bytes/s": ("TB/s", "GB/s", "MB/s", "kB/s"),
-    "seconds": ("s", "ms", "us", "ns"),
-    "FLOP/s": ("PFLOP/s", "TFLOP/s", "GFLOP/s"),
-}
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]+)\s*")
 
 
@@ -59,18 +53,6 @@ def parse_quantity(text: object, kind: Kind) -> float:
         raise ConfigError(f"wanted a finite quantity; got {text!r}")
     # In floats, 10 * 1e-6 is not 1e-5.
     return float(Decimal(number) * Decimal(repr(factors[unit])))
-
-
-def format_quantity(value: float, kind: Kind) -> str:
-    """Write `value` (SI) so that `parse_quantity` returns it exactly."""
-    for unit in _WRITTEN[kind]:
-        number = value / FACTORS[kind][unit]
-        if abs(number) >= 1:
-            for text in (f"{number:.6g} {unit}", f"{number!r} {unit}"):
-                if parse_quantity(text, kind) == value:
-                    return text
-    base = {"bytes": "B", "bytes/s": "B/s", "seconds": "s", "FLOP/s": "FLOP/s"}[kind]
-    return f"{value!r} {base}" if kind != "bytes" else f"{int(value)} {base}"
 
 
 def show_bytes(value: float) -> str:

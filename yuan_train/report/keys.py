@@ -25,9 +25,9 @@ import annotated_types
 
 from yuan_train.config.document import is_list, is_mapping
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import adapter, as_plain, dataclasses_in, field_hints, key_of
+from yuan_train.config.load import adapter, as_plain, dataclasses_in, field_hints, format_quantity, key_of
 from yuan_train.config.model import WANTED
-from yuan_train.config.units import Unit, format_quantity
+from yuan_train.config.units import Unit
 
 KINDS = {
     "run": ("yuan_train.config.run", "RunConfig", "run files of pre-training, fine-tuning and preferences"),

@@ -1,8 +1,7 @@
-"""AdamW over flat buckets, and the learning rate of each of its steps."""
+"""AdamW over flat buckets."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,21 +12,6 @@ from yuan_train.config.run import OptimizerConfig
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.tiers.optimizer import HostChunk, OptimizerShard
 from yuan_train.parallel.zero import OwnedState
-
-
-def learning_rate(step: int, config: OptimizerConfig, *, decay_steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
-
-    Linear warm-up, then cosine (Yuan 2.0 paper, section 4.1) or linear decay to the minimum at
-    `decay_steps`, then the minimum. With schedule `constant` there is no decay.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    progress = min(1.0, (step + 1 - config.warmup_steps) / (decay_steps - config.warmup_steps))
-    factor = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    return config.minimum_learning_rate + factor * (config.learning_rate - config.minimum_learning_rate)
 
 
 class Optimizer:

@@ -5,6 +5,7 @@ Reads top to bottom: connect and build, open the log, step, measure, save.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +18,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.config.plan import Plan, unlike_owners
 from yuan_train.config.plan_constraints import keep_plan, plan_digest
+from yuan_train.config.run import OptimizerConfig
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.data.loader import Blend
 from yuan_train.parallel.board import meet
@@ -38,7 +40,6 @@ from yuan_train.train.job import Job
 from yuan_train.train.memory import explaining_memory, keep_freed_memory
 from yuan_train.train.metrics import Log, Moved
 from yuan_train.train.move import agree_on_plan, move_to
-from yuan_train.train.optimizer import learning_rate
 from yuan_train.train.saver import Keeper, Saver, keeping, make_saver, save_progress
 from yuan_train.train.trace import Tracer, device_clock
 from yuan_train.train.watch import watching
@@ -278,6 +279,21 @@ def _run_steps(
         engine.finish()
     tracer.finish()
     return Left(progress, plan, since)
+
+
+def learning_rate(step: int, config: OptimizerConfig, *, decay_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0.
+
+    Linear warm-up, then cosine (Yuan 2.0 paper, section 4.1) or linear decay to the minimum at
+    `decay_steps`, then the minimum. With schedule `constant` there is no decay.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = min(1.0, (step + 1 - config.warmup_steps) / (decay_steps - config.warmup_steps))
+    factor = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return config.minimum_learning_rate + factor * (config.learning_rate - config.minimum_learning_rate)
 
 
 def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
