@@ -10,9 +10,9 @@ from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import load_model
 from yuan_train.estimate.memory import (
     METHODS,
+    GroupShape,
     Length,
     MemoryCase,
-    Samples,
     largest_fitting,
     memory_of,
     remedies,
@@ -20,7 +20,7 @@ from yuan_train.estimate.memory import (
 )
 from yuan_train.estimate.shape import PUBLISHED_SHAPES, to_model
 
-SAMPLES = Samples(group=4, prompt=256, new=786)
+SAMPLES = GroupShape(group=4, prompt=256, new=786)
 
 
 def case(name: str, method: str = "full", card: str = "H100-80G", *, ours: bool = False) -> MemoryCase:

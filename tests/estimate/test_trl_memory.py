@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from tests.estimate.test_shape import shape
-from yuan_train.estimate.memory import MemoryCase, Method, Samples, kept_per_token, memory_of, trl_memory
+from yuan_train.estimate.memory import GroupShape, MemoryCase, Method, kept_per_token, memory_of, trl_memory
 from yuan_train.estimate.shape import PUBLISHED_SHAPES
 
 TINY = shape()
-SAMPLES = Samples(group=4, prompt=256, new=786)
+SAMPLES = GroupShape(group=4, prompt=256, new=786)
 OXEN_MODELS = ("Qwen2.5-0.5B", "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B", "Qwen2.5-14B")
 OXEN_GB: dict[Method, tuple[int | None, ...]] = {
     "full": (25, 38, 58, None, None),
@@ -41,7 +41,7 @@ def test_bytes_kept_of_a_token_as_hooks_count_them() -> None:
 
 def test_a_small_case_by_hand() -> None:
     # N = 64 * 128 + 3 * (2 * 128 * 256 + 2 * 128 * 64 + 3 * 128 * 320 + 256) + 128 = 623,488; T = 2 * 10.
-    memory = trl_memory(TINY, "full", Samples(group=2, prompt=4, new=6))
+    memory = trl_memory(TINY, "full", GroupShape(group=2, prompt=4, new=6))
     n = 623_488
     assert memory.states == {"weights": 2 * n, "reference": 2 * n, "gradients": 2 * n, "optimizer": 4 * n}
     training = memory.phases["training"]

@@ -21,7 +21,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.parallel.board import join_role
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import enter_role
-from yuan_train.parallel.links import Link, Outlet, take_weights
+from yuan_train.parallel.links import Outlet, RankLink, take_weights
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.transport import LostPeer
@@ -59,7 +59,7 @@ def run_roles(rank: int, port: int, folder: Path) -> None:
     dist.all_reduce(token)
     assert token.item() == dist.get_world_size() == len(roles[position.role])
     assert dist.get_rank() == position.rank
-    link = Link("weights", range(roles["generation"].stop), position, timeout_seconds=20)
+    link = RankLink("weights", range(roles["generation"].stop), position, timeout_seconds=20)
     holdings = plan_holdings(policy) | plan_holdings(engines, first_rank=policy.world_size)
     targets = {r: holdings[r] for r in roles["generation"]}
     table = transfer_table({r: holdings[r] for r in roles["policy"]}, targets)
@@ -67,7 +67,7 @@ def run_roles(rank: int, port: int, folder: Path) -> None:
     weights = {name: part(tensor, own[name]) for name, tensor in whole("yuan").items() if name in own}
     tensors = {name: torch.zeros(w.shape, dtype=torch.bfloat16) for name, w in weights.items()}
     buckets = make_buckets(table, itemsize=2, limit=20_000)
-    common = {"link": link, "job_rank": rank, "dtype": torch.bfloat16}
+    common = {"link": link, "dtype": torch.bfloat16}
     outlet = Outlet(buckets, **common, by_difference=True)
     for version in range(4):
         if version == 2:

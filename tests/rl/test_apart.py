@@ -35,7 +35,7 @@ from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import load_rl
 from yuan_train.config.rl_plan import save_rl_plan
 from yuan_train.parallel import links
-from yuan_train.parallel.links import Link
+from yuan_train.parallel.links import RankLink
 from yuan_train.rl.apart import (
     Answered,
     Desk,
@@ -44,7 +44,7 @@ from yuan_train.rl.apart import (
 )
 from yuan_train.rl.engines import Channel
 from yuan_train.rl.experience import Sample, Ticket
-from yuan_train.rl.generator import Drawing, Engine, EngineClock, NotFiniteDraw
+from yuan_train.rl.generator import Drawing, EngineClock, GenerationEngine, NotFiniteDraw
 from yuan_train.rl.job import check_supported
 from yuan_train.rl.scoring import Requests
 from yuan_train.supervise import launched
@@ -99,16 +99,16 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
 
 def run_slowly(rank: int, case: RLCase, planned: int) -> None:
     """An engine whose first batch takes longer than train.timeout."""
-    generate, waits = Engine.generate, [8.0, 0.0]
+    generate, waits = GenerationEngine.generate, [8.0, 0.0]
 
-    def slowly(self: Engine, *arguments: Any) -> list[Sample]:
+    def slowly(self: GenerationEngine, *arguments: Any) -> list[Sample]:
         own = self._num_groups  # pyright: ignore[reportPrivateUsage]
         assert own == planned, "groups of slots are those of the plan"
         time.sleep(waits.pop(0))
         return generate(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "generate", slowly)
+        patch.setattr(GenerationEngine, "generate", slowly)
         run_cases_of_rank(rank, [case])
 
 
@@ -307,8 +307,8 @@ def test_engines_draw_each_ticket_once_and_those_of_a_lost_one_are_known() -> No
     desks: list[Desk] = []
     for number, (here, there) in enumerate(ends):
         here.other, there.other = there, here
-        desks.append(Desk(Channel(cast(Link, there), 0), store, number))
-    channels = [Channel(cast(Link, here), 0) for here, _ in ends]
+        desks.append(Desk(Channel(cast(RankLink, there), 0), store, number))
+    channels = [Channel(cast(RankLink, here), 0) for here, _ in ends]
 
     def offer(*numbers: int) -> None:
         message = ("offer", offers.make([Ticket(n, (1,), 2) for n in numbers], drawing))
@@ -386,7 +386,7 @@ def test_messages_that_were_read_are_let_go() -> None:
     """As a run sends them: weights and tickets, a batch ahead, and answers. What is held does not grow."""
     ends = Mail(), Mail()
     ends[0].other, ends[1].other = ends[1], ends[0]
-    controller, engine = (Channel(cast(Link, end), 0) for end in ends)
+    controller, engine = (Channel(cast(RankLink, end), 0) for end in ends)
     controller.send(("generate", 0))
     held: list[tuple[int, int]] = []
     for step in range(40):

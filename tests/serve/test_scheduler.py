@@ -14,7 +14,7 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import Sampling
 from yuan_train.rl.experience import Sample
 from yuan_train.rl.generator import Token
-from yuan_train.serve.app import Answer
+from yuan_train.serve.app import Completion
 from yuan_train.serve.draws import Asked
 from yuan_train.serve.ranks import Order
 from yuan_train.serve.scheduler import QueueFull, Scheduler, Stopped
@@ -174,7 +174,7 @@ def written(
     """The pieces of an answer whose tokens are bytes."""
     decode: Any = lambda ids, special=False: bytes(ids).decode("utf-8", "replace")  # noqa: E731
     tokenizer = cast(Tokenizer, SimpleNamespace(decode=decode, vocab_size=256))
-    answer = Answer(0, tokenizer, None, stops, is_streamed=True)
+    answer = Completion(0, tokenizer, None, stops, is_streamed=True)
     pieces: list[str] = []
     for place, byte in enumerate(content):
         answer.add(token_of(0, byte, last=last and place == len(content) - 1), None)

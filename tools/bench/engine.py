@@ -41,8 +41,8 @@ from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import enter_role, init_distributed, make_groups, shutdown
-from yuan_train.parallel.links import Link, Outlet, take_weights
-from yuan_train.parallel.transfer import Bucket, Holdings, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.links import Outlet, RankLink, take_weights
+from yuan_train.parallel.transfer import Holdings, MoveBucket, make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.profile.links import link_ends, measure_links
@@ -296,19 +296,19 @@ def _transfer_rank(rank: int, num_ranks: int, model: ModelConfig, port: int, res
     roles = {"policy": range(num_policy), "generation": range(num_policy, num_ranks)}
     position = join_role(roles, startup_seconds=60)
     enter_role(position, device=CPU, timeout_seconds=60)
-    link = Link("weights", range(num_ranks), position, timeout_seconds=60)
+    link = RankLink("weights", range(num_ranks), position, timeout_seconds=60)
     sources, targets = plan_holdings(policy), plan_holdings(engines, first_rank=num_policy)
     table = transfer_table(sources, targets)
     own = (sources | targets)[rank]
     tensors = {name: torch.ones(shard.local_shape) for name, shard in own.items()}
     ways = {
         "buckets ms": [make_buckets(table, itemsize=4)],
-        "a tensor at a time ms": [[Bucket(move.source, move.target, (move,))] for move in table],
+        "a tensor at a time ms": [[MoveBucket(move.source, move.target, (move,))] for move in table],
         "1% changed ms": [make_buckets(table, itemsize=4)],
     }
     best = dict.fromkeys(ways, float("inf"))
     for name, parts in ways.items():
-        own_parts = {"link": link, "job_rank": rank, "dtype": torch.float32}
+        own_parts = {"link": link, "dtype": torch.float32}
         outlets = [Outlet(buckets, **own_parts, by_difference="changed" in name) for buckets in parts]
         for turn in range(REPEATS + 1):
             for tensor in tensors.values() if rank in roles["policy"] else ():
@@ -338,7 +338,7 @@ def _copy_ms(source: torch.Tensor) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def _barrier(link: Link, rank: int, num_ranks: int) -> None:
+def _barrier(link: RankLink, rank: int, num_ranks: int) -> None:
     """Wait for all ranks of a link."""
     token = torch.zeros(1)
     for other in range(1, num_ranks):

@@ -21,7 +21,7 @@ from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import Recompute
-from yuan_train.estimate.memory import PhaseBytes, Samples, yuan_memory
+from yuan_train.estimate.memory import GroupShape, PhaseBytes, yuan_memory
 from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.slots import fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
@@ -47,7 +47,7 @@ class Job:
 
     name: str
     sizes: Mapping[str, object]
-    samples: Samples
+    samples: GroupShape
     precision: Precision = "fp32"
     recompute: Recompute = "none"
     generate: bool = False
@@ -63,8 +63,8 @@ class Job:
         return yuan_memory(self.model, self.samples, CPU, precision=self.precision, recompute=self.recompute)
 
 
-SHORT = Samples(group=1, prompt=64, new=192)
-LONG = Samples(group=1, prompt=256, new=1792)
+SHORT = GroupShape(group=1, prompt=64, new=192)
+LONG = GroupShape(group=1, prompt=256, new=1792)
 DEEP = {
     "architecture": "llama",
     "num_layers": 8,
@@ -92,9 +92,9 @@ JOBS = (
     Job(name="Yuan", sizes=YUAN, samples=LONG),
     Job(name="Yuan", sizes=YUAN, samples=LONG, recompute="selective"),
     Job(name="Qwen", sizes=QWEN, samples=SHORT, recompute="full"),
-    Job(name="Llama", sizes=FLAT, samples=Samples(group=64, prompt=256, new=16), generate=True),
-    Job(name="Llama", sizes=WIDE_CACHE, samples=Samples(group=128, prompt=16, new=240), generate=True),
-    Job(name="Llama", sizes=MANY_WORDS, samples=Samples(group=64, prompt=64, new=4), generate=True),
+    Job(name="Llama", sizes=FLAT, samples=GroupShape(group=64, prompt=256, new=16), generate=True),
+    Job(name="Llama", sizes=WIDE_CACHE, samples=GroupShape(group=128, prompt=16, new=240), generate=True),
+    Job(name="Llama", sizes=MANY_WORDS, samples=GroupShape(group=64, prompt=64, new=4), generate=True),
 )
 
 
@@ -171,14 +171,14 @@ def generate_alone(job: Job, results) -> None:  # pyright: ignore
     """Put the growth of resident bytes into `results`; a first, tiny generation loads what is needed."""
     torch.set_num_threads(1)
     device = Device()
-    _generate(smallest(job).model, Samples(group=2, prompt=8, new=4))
+    _generate(smallest(job).model, GroupShape(group=2, prompt=8, new=4))
     before = held_bytes(device)
     reset_peak_memory(device)
     _generate(job.model, job.samples)
     results.put(peak_memory_bytes(device) - before)
 
 
-def _generate(model: ModelConfig, samples: Samples) -> None:
+def _generate(model: ModelConfig, samples: GroupShape) -> None:
     """As `yuan_train.rl.generator` does it on one card: the prompt is read once, by chunks, and copied to the
     slots of all answers; then a token is added to each, round by round."""
     transformer, group = Transformer(model), samples.group

@@ -39,7 +39,7 @@ from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.experience import Ticket
-from yuan_train.rl.generator import Drawing, Engine
+from yuan_train.rl.generator import Drawing, GenerationEngine
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CORE = "0"
@@ -293,7 +293,7 @@ def _ours(
 ) -> Callable[[], list[list[int]]]:
     for part in runtime.parts.values():
         part.eval()
-    engine = Engine(
+    engine = GenerationEngine(
         runtime,
         slots=SLOTS,
         group=1,

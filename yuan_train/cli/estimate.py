@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from yuan_train.config.model import ModelConfig
-    from yuan_train.estimate.memory import MemoryCase, Samples
+    from yuan_train.estimate.memory import GroupShape, MemoryCase
     from yuan_train.estimate.shape import ModelShape
 
 METHODS = ("full", "adam8", "adam8+recompute", "lora")
@@ -159,11 +159,11 @@ def _reward_model(name: str | None) -> ModelConfig | None:
     return replace(_our_model(read_model(name)), output="value")
 
 
-def _samples(arguments: argparse.Namespace) -> Samples:
-    from yuan_train.estimate.memory import Samples
+def _samples(arguments: argparse.Namespace) -> GroupShape:
+    from yuan_train.estimate.memory import GroupShape
 
     given = {name: getattr(arguments, name) for name in ("group", "prompt", "new")}
-    return Samples(**DEFAULT_SAMPLES | {name: value for name, value in given.items() if value is not None})
+    return GroupShape(**DEFAULT_SAMPLES | {name: value for name, value in given.items() if value is not None})
 
 
 def _for_engine(model: ModelShape | ModelConfig, engine: str | None) -> ModelShape | ModelConfig:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yuan_train.data.preprocess import Progress
+    from yuan_train.data.preprocess import CorpusCounts
 
 REPORT_SECONDS = 2.0
 NAMED_FILES = 5  # skipped files named one by one; the rest are only counted
@@ -72,11 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _progress_line() -> "Callable[[Progress], None]":
+def _progress_line() -> "Callable[[CorpusCounts], None]":
     """A report that prints to stderr at most every two seconds."""
     started = last = time.monotonic()
 
-    def report(progress: "Progress") -> None:
+    def report(progress: "CorpusCounts") -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < REPORT_SECONDS:

@@ -46,7 +46,7 @@ class Preprocessed:
 
 
 @dataclass(frozen=True)
-class Progress:
+class CorpusCounts:
     """Counts so far."""
 
     documents: int
@@ -87,7 +87,7 @@ def preprocess(
     text_key: str = "text",
     convention: Convention = "plain",
     messages_key: str | None = None,
-    report: Callable[[Progress], None] | None = None,
+    report: Callable[[CorpusCounts], None] | None = None,
 ) -> Preprocessed:
     """Encodes the documents of `inputs` to `PREFIX.bin` and `PREFIX.idx`.
 
@@ -126,7 +126,7 @@ def preprocess(
             text_bytes += encoded.text_bytes
             undecodable += encoded.undecodable
             if report:
-                report(Progress(writer.num_documents, writer.num_tokens, text_bytes))
+                report(CorpusCounts(writer.num_documents, writer.num_tokens, text_bytes))
     return Preprocessed(
         prefix=str(prefix),
         documents=writer.num_documents,

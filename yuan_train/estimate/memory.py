@@ -25,7 +25,7 @@ from yuan_train.planner.roles.decode import Writing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class GroupShape:
     """The samples that a card trains on at once: answers to one prompt."""
 
     group: int
@@ -92,7 +92,7 @@ LORA_RANK = 16
 """Of adapters on the projections q, k, o, up and down, with dropout."""
 
 
-def trl_memory(shape: ModelShape, method: Method, samples: Samples) -> PhaseBytes:
+def trl_memory(shape: ModelShape, method: Method, samples: GroupShape) -> PhaseBytes:
     """Bytes of one card that holds the policy and its reference, and trains all samples at once."""
     layers, tokens = shape.num_layers, samples.tokens
     logits = samples.group * samples.new * shape.vocab_size
@@ -187,7 +187,7 @@ def _training(shape: ModelShape, method: Method, tokens: int, logits: int) -> di
 
 def yuan_memory(
     model: ModelConfig,
-    samples: Samples,
+    samples: GroupShape,
     device: DeviceType,
     *,
     precision: Precision,
@@ -245,7 +245,7 @@ def _of_backward(memory: MemoryForecast) -> dict[str, float]:
     return {"activations": memory.activations, "logits": memory.logits, "buffers": memory.buffers}
 
 
-def _generation(model: ModelConfig, samples: Samples, precision: Precision) -> dict[str, float]:
+def _generation(model: ModelConfig, samples: GroupShape, precision: Precision) -> dict[str, float]:
     """All answers of a group at once."""
     writing = Writing(
         model=model,
@@ -273,7 +273,7 @@ class MemoryCase:
     model: ModelShape | ModelConfig
     """A shape is trained by TRL, a model by our engine."""
     method: Method
-    samples: Samples
+    samples: GroupShape
     card: str
     """In the catalogue."""
     recompute: Recompute = "none"

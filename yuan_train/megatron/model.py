@@ -66,7 +66,7 @@ class _Row(core.RowParallelLinear):
         return super().forward(x)[0]
 
 
-class SelfAttention(core.MegatronModule):
+class AttentionLayer(core.MegatronModule):
     """The filter, if the architecture has one, and the attention of one of our layers."""
 
     def __init__(
@@ -109,10 +109,8 @@ class ExpertLayer(core.MegatronModule):
         super().__init__(config=config)
         device, dtype = _place(config)
         whole = Block(model, device=torch.device("meta"), dtype=dtype)
-        self.router, self.experts = (
-            whole.router.to_empty(device=device),
-            whole.experts.to_empty(device=device),
-        )
+        self.router = whole.router.to_empty(device=device)
+        self.experts = whole.experts.to_empty(device=device)
 
     def forward(self, u_SBH: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Return ([S, B, H], no bias)."""
@@ -175,7 +173,9 @@ def _layer_spec(model: ModelConfig, layer: int, batches: Batches) -> Any:
         module=core.TransformerLayer,
         submodules=core.TransformerLayerSubmodules(
             input_layernorm=Norm,
-            self_attention=core.ModuleSpec(module=SelfAttention, params={"model": model, "batches": batches}),
+            self_attention=core.ModuleSpec(
+                module=AttentionLayer, params={"model": model, "batches": batches}
+            ),
             self_attn_bda=drop_add("attention"),
             pre_mlp_layernorm=Norm,
             mlp=experts if model.num_experts else feed_forward,

@@ -363,8 +363,8 @@ class Transfer(Protocol):
         ...
 
 
-class Link(Protocol):
-    """One direction."""
+class HostLink(Protocol):
+    """One direction between a card and its host."""
 
     def begin(self, copy: Copy, num_bytes: int) -> Transfer:
         """Begin a copy of what the compute so far has made; does not wait for it. `copy` may be called later,
@@ -372,12 +372,12 @@ class Link(Protocol):
         ...
 
 
-def begin_copy(link: Link, source: torch.Tensor, target: torch.Tensor) -> Transfer:
+def begin_copy(link: HostLink, source: torch.Tensor, target: torch.Tensor) -> Transfer:
     """Begin to copy a tensor over a link, without making the host wait where the memory allows."""
     return begin_copies(link, [(source, target)])
 
 
-def begin_copies(link: Link, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+def begin_copies(link: HostLink, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
     """The same of several, each with its target, as one copy."""
 
     def copy() -> None:
@@ -391,8 +391,8 @@ def begin_copies(link: Link, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]])
 class HostLinks:
     """The two directions between a card and its host."""
 
-    down: Link
-    up: Link
+    down: HostLink
+    up: HostLink
     pause: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered while the host waits for a copy, whose time is none of the compute."""
 
@@ -413,7 +413,7 @@ def make_links(
     return HostLinks(down, up, pause)
 
 
-def make_link(device: Device, *, bytes_per_second: float | None = None) -> Link:
+def make_link(device: Device, *, bytes_per_second: float | None = None) -> HostLink:
     """One direction of a device's link. `bytes_per_second`: that of a simulated card; None: as it comes."""
     if device.is_card or bytes_per_second is None:
         return _StreamLink(device.make_stream())

@@ -21,7 +21,7 @@ from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import (
     WHOLE,
-    Bucket,
+    MoveBucket,
     decode,
     encode,
     message_sizes,
@@ -36,7 +36,7 @@ BUCKETS_AHEAD = 2
 """Messages of a pair of ranks that are under way at once: one is packed while another is sent."""
 
 
-class Link:
+class RankLink:
     """A gloo group over some ranks of the job, whatever their roles; tensors are in host memory.
 
     Messages from one rank to another arrive in the order in which they were sent. Whoever waits for one does
@@ -49,11 +49,12 @@ class Link:
         """`timeout_seconds`: in which all its ranks come to make it. Raises LostPeer."""
         self._name = name
         self._position = position
+        self.job_rank = position.job_rank
         self._index = {rank: index for index, rank in enumerate(ranks)}
         with self._naming(None, "the start"):
             gloo = dist.ProcessGroupGloo(
                 dist.PrefixStore(f"link {name}", position.store),
-                self._index[position.job_rank],
+                self._index[self.job_rank],
                 len(ranks),
                 timedelta(seconds=timeout_seconds),
             )
@@ -90,7 +91,7 @@ class Link:
         except RuntimeError as error:
             if not is_lost_connection(error):
                 raise
-            others = [rank for rank in self._index if rank != self._position.job_rank]
+            others = [rank for rank in self._index if rank != self.job_rank]
             who = " or ".join(map(self._position.label, others if peer is None else [peer]))
             raise LostPeer(
                 f"{what} of link {self._name!r} failed; {who} is gone or stuck ({without_frames(error)})"
@@ -101,11 +102,11 @@ class Outlet:
     """What this rank sends of its weights to some ranks, again and again, each time as they are then."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], *, link: Link, job_rank: int, dtype: torch.dtype, by_difference: bool
+        self, buckets: Sequence[MoveBucket], *, link: RankLink, dtype: torch.dtype, by_difference: bool
     ) -> None:
         """Of `buckets` those that this rank is the source of, in `dtype`. `by_difference`: keep on the host
         what was sent, and send the elements whose bits have changed since."""
-        self._rounds = rounds_of([bucket for bucket in buckets if bucket.source == job_rank])
+        self._rounds = rounds_of([bucket for bucket in buckets if bucket.source == link.job_rank])
         self._link = link
         self._dtype = dtype
         self._by_difference = by_difference
@@ -133,12 +134,11 @@ class Outlet:
 
 
 def take_weights(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[MoveBucket],
     tensors: Mapping[str, torch.Tensor],
     shards: Mapping[str, Shard],
     *,
-    link: Link,
-    job_rank: int,
+    link: RankLink,
     dtype: torch.dtype,
 ) -> None:
     """Fill this rank's parts with what the sources of those buckets that it is the target of have posted, of
@@ -146,13 +146,13 @@ def take_weights(
     arriving: deque[Callable[[], None]] = deque()
     view = view_of(tensors, shards)
 
-    def finish(bucket: Bucket, count: int, flat: Tensor, message: Tensor, wait: Callable[[], None]) -> None:
+    def fill(bucket: MoveBucket, count: int, flat: Tensor, message: Tensor, wait: Callable[[], None]) -> None:
         wait()
         if count != WHOLE:
             decode(count, flat, message)
         unpack(bucket, flat, view)
 
-    for messages in rounds_of([bucket for bucket in buckets if bucket.target == job_rank]):
+    for messages in rounds_of([bucket for bucket in buckets if bucket.target == link.job_rank]):
         counts = [torch.empty(1, dtype=torch.int64) for _ in messages]
         announced = [link.receive(n, bucket.source) for n, bucket in zip(counts, messages, strict=True)]
         for bucket, number, wait in zip(messages, counts, announced, strict=True):
@@ -166,7 +166,7 @@ def take_weights(
                 flat = pack(bucket, view, dtype=dtype).cpu()
                 message = torch.empty(sum(message_sizes(count, flat)), dtype=torch.uint8)
             came = link.receive(message, bucket.source)
-            arriving.append(functools.partial(finish, bucket, count, flat, message, came))
+            arriving.append(functools.partial(fill, bucket, count, flat, message, came))
         while len(arriving) > (BUCKETS_AHEAD - 1) * len(messages):
             arriving.popleft()()
     while arriving:

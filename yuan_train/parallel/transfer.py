@@ -22,7 +22,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.shard import Shard, find_shard
 
-BUCKET_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """The most bytes of one message: enough to fill a link, and what is held beside the weights for a pair."""
 
 Holdings = Mapping[int, Mapping[str, Shard]]
@@ -217,7 +217,7 @@ def local_slices(shard: Shard, move: Move) -> tuple[slice, ...]:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class MoveBucket:
     """What one message between two ranks carries: boxes, one after the other."""
 
     source: int
@@ -230,7 +230,7 @@ class Bucket:
         return sum(move.num_elements for move in self.moves)
 
 
-def make_buckets(table: Sequence[Move], *, itemsize: int, limit: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+def make_buckets(table: Sequence[Move], *, itemsize: int, limit: int = MAX_BYTES) -> tuple[MoveBucket, ...]:
     """The moves of each pair of ranks in messages of at most `limit` bytes, in the table's order.
 
     A box that is larger is cut by rows, and a row that is larger is a message of its own.
@@ -239,17 +239,17 @@ def make_buckets(table: Sequence[Move], *, itemsize: int, limit: int = BUCKET_BY
     pairs: dict[tuple[int, int], list[Move]] = defaultdict(list)
     for move in table:
         pairs[move.source, move.target] += _cut(move, most)
-    buckets: list[Bucket] = []
+    buckets: list[MoveBucket] = []
     for (source, target), moves in pairs.items():
         own: list[Move] = []
         size = 0
         for move in moves:
             if own and size + move.num_elements > most:
-                buckets.append(Bucket(source, target, tuple(own)))
+                buckets.append(MoveBucket(source, target, tuple(own)))
                 own, size = [], 0
             own.append(move)
             size += move.num_elements
-        buckets.append(Bucket(source, target, tuple(own)))
+        buckets.append(MoveBucket(source, target, tuple(own)))
     return tuple(buckets)
 
 
@@ -271,9 +271,9 @@ def view_of(tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) ->
     return lambda move: tensors[move.name][local_slices(shards[move.name], move)]
 
 
-def rounds_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+def rounds_of(buckets: Sequence[MoveBucket]) -> list[list[MoveBucket]]:
     """The first bucket of each pair of ranks, then the second of each, and so on."""
-    rounds: list[list[Bucket]] = []
+    rounds: list[list[MoveBucket]] = []
     counts: dict[tuple[int, int], int] = {}
     for bucket in buckets:
         number = counts.get((bucket.source, bucket.target), 0)
@@ -285,7 +285,7 @@ def rounds_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
 
 
 @torch.no_grad()
-def pack(bucket: Bucket, view: View, *, dtype: torch.dtype) -> torch.Tensor:
+def pack(bucket: MoveBucket, view: View, *, dtype: torch.dtype) -> torch.Tensor:
     """The boxes of a bucket, flat [n], rounded to `dtype`; `view` is the source's."""
     flat = torch.empty(bucket.num_elements, dtype=dtype, device=view(bucket.moves[0]).device)
     for move, part in _parts(bucket, flat):
@@ -294,7 +294,7 @@ def pack(bucket: Bucket, view: View, *, dtype: torch.dtype) -> torch.Tensor:
 
 
 @torch.no_grad()
-def unpack(bucket: Bucket, flat: torch.Tensor, view: View) -> None:
+def unpack(bucket: MoveBucket, flat: torch.Tensor, view: View) -> None:
     """Copy the boxes of a bucket, as `pack` laid them out, to where the target holds them."""
     for move, part in _parts(bucket, flat):
         view(move).copy_(part)
@@ -345,7 +345,7 @@ def message_sizes(count: int, flat: torch.Tensor) -> list[int]:
     return [4 * _num_blocks(flat), 2 * count, flat.itemsize * count]
 
 
-def _parts(bucket: Bucket, flat: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
+def _parts(bucket: MoveBucket, flat: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
     start = 0
     for move in bucket.moves:
         end = start + move.num_elements

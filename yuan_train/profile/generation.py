@@ -35,7 +35,7 @@ from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_p
 from yuan_train.profile.units import ProfileCase, all_agree, num_layers_in_a_row, trimmed_mean
 from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.experience import Group, Sample, Ticket, make_rows
-from yuan_train.rl.generator import Drawing, Engine
+from yuan_train.rl.generator import Drawing, GenerationEngine
 from yuan_train.rl.helpers import Scorers
 from yuan_train.rl.updates import token_advantages
 from yuan_train.schedule.schedules import forward_only
@@ -149,8 +149,8 @@ def _make_depth(case: ProfileCase, layers: int) -> RankRuntime:
 
 def _engine(
     case: ProfileCase, runtime: RankRuntime, *, slots: int, group: int, prompt: int, new: int, chunk: int
-) -> Engine:
-    return Engine(
+) -> GenerationEngine:
+    return GenerationEngine(
         runtime,
         slots=slots,
         group=group,

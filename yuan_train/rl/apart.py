@@ -795,7 +795,6 @@ class _Server:
             own_weights(self._runtime),
             self._runtime.shards,
             link=self._link,
-            job_rank=self._position.job_rank,
             dtype=self._dtype,
         )
         self._version = version

@@ -18,7 +18,7 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, wait_for_world
 from yuan_train.rl.engines import RemoteReadingModel
 from yuan_train.rl.experience import Group, Sample, Ticket, share_out
-from yuan_train.rl.generator import Drawing, Engine, Talk
+from yuan_train.rl.generator import Drawing, GenerationEngine, Talk
 from yuan_train.rl.helpers import Scorers, Scores
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.reading_model import ReadingModel, score_error
@@ -55,7 +55,7 @@ class Collector:
         self,
         job: RLJob,
         trainer: Trainer,
-        engine: Engine | None,
+        engine: GenerationEngine | None,
         scorers: Scorers | None,
         reward_model: ReadingModel | RemoteReadingModel | None,
         talk: Talk | None = None,

@@ -34,9 +34,9 @@ from yuan_train.config.rl_plan import RlPlan, RoleName, ScoringRole
 from yuan_train.config.run import TrainConfig
 from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
-from yuan_train.parallel.links import Link, Outlet
+from yuan_train.parallel.links import Outlet, RankLink
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.transfer import Bucket, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.transfer import MoveBucket, make_buckets, plan_holdings, transfer_table
 from yuan_train.parallel.transport import LostPeer
 from yuan_train.rl.experience import Rows, make_score_rows
 from yuan_train.train.build import DTYPES, own_weights
@@ -51,7 +51,7 @@ VERSION = 1
 class Channel:
     """Both directions between this rank and another one of a link."""
 
-    def __init__(self, link: Link, peer: int) -> None:
+    def __init__(self, link: RankLink, peer: int) -> None:
         self._link = link
         self._peer = peer
         self._sends: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
@@ -173,7 +173,7 @@ def fates_of(roles: RlPlan, on_lost: OnLostEngine) -> list[tuple[int, ...]]:
 
 def role_buckets(
     roles: RlPlan, role: RoleName, itemsize: int, *, trained: bool = False
-) -> tuple[Bucket, ...]:
+) -> tuple[MoveBucket, ...]:
     """What each rank of the policy sends to each rank of a role with the same model: all parameters, or only
     those that are `trained`."""
     nodes = [node_of(entry) for entry in roles.ranks]
@@ -187,7 +187,7 @@ def role_buckets(
     return make_buckets(moves, itemsize=itemsize)
 
 
-def weight_buckets(roles: RlPlan, itemsize: int, *, trained: bool) -> list[tuple[Bucket, ...]]:
+def weight_buckets(roles: RlPlan, itemsize: int, *, trained: bool) -> list[tuple[MoveBucket, ...]]:
     """What each rank of the policy sends to each rank of each engine, the same on all ranks.
 
     An engine has all parameters once; then those that are `trained`: of a policy with adapters these alone.
@@ -210,20 +210,20 @@ def _other_end(roles: RlPlan, other: int | ScoringRole) -> tuple[str, tuple[int,
 
 def message_link(
     roles: RlPlan, other: int | ScoringRole, position: RolePosition, timeout_seconds: float
-) -> Link:
+) -> RankLink:
     """The link of the controller and the leader of an engine or a role, on either of them."""
     name, ranks = _other_end(roles, other)
     ends = [roles.role_ranks["policy"].start, ranks[0]]
-    return Link(f"messages of {name}", ends, position, timeout_seconds=timeout_seconds)
+    return RankLink(f"messages of {name}", ends, position, timeout_seconds=timeout_seconds)
 
 
 def weight_link(
     roles: RlPlan, other: int | ScoringRole, position: RolePosition, timeout_seconds: float
-) -> Link:
+) -> RankLink:
     """The link of the policy's ranks and those of an engine or a role, on any of them."""
     name, ranks = _other_end(roles, other)
     ends = [*roles.role_ranks["policy"], *ranks]
-    return Link(f"weights of {name}", ends, position, timeout_seconds=timeout_seconds)
+    return RankLink(f"weights of {name}", ends, position, timeout_seconds=timeout_seconds)
 
 
 class EngineEnds(ABC):
@@ -281,7 +281,7 @@ class Engines(EngineEnds):
         """By engine, of what it has next, and, where that is not the same, of what it has from then on."""
         self._ranks = engine_ranks(roles)
         self._channels: dict[int, Channel] = {}
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, RankLink] = {}
         self._sends: dict[int, list[Callable[[], None]]] = {}
         self._inbox = Inbox()
         for engine in range(len(self._ranks)):
@@ -290,9 +290,7 @@ class Engines(EngineEnds):
                 self._channels[engine] = Channel(talk, self._ranks[engine][0])
                 self._inbox.open(engine, self._channels[engine])
             self._links[engine] = weight_link(roles, engine, position, timeout_seconds)
-            make = functools.partial(
-                Outlet, link=self._links[engine], job_rank=position.job_rank, dtype=dtype
-            )
+            make = functools.partial(Outlet, link=self._links[engine], dtype=dtype)
             again = make(trained[engine], by_difference=run.sync == "changed")
             whole = [] if first[engine] == trained[engine] else [make(first[engine], by_difference=False)]
             self._outlets[engine] = [*whole, again]
@@ -439,9 +437,7 @@ class RemoteReference(RemoteScores):
 
             def outlet(trained: bool) -> Outlet:
                 buckets = role_buckets(roles, "reference", dtype.itemsize, trained=trained)
-                return Outlet(
-                    buckets, link=link, job_rank=position.job_rank, dtype=dtype, by_difference=False
-                )
+                return Outlet(buckets, link=link, dtype=dtype, by_difference=False)
 
             self._send(trainer, outlet(trained=False))
         self._outlet = outlet(trained=True)

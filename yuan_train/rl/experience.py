@@ -20,7 +20,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from yuan_train.data.loader import Batch as Loaded
+from yuan_train.data.loader import Batch
 from yuan_train.data.prompts import Prompt
 from yuan_train.models.transformer import IGNORE_INDEX
 
@@ -266,6 +266,6 @@ class Answers:
         """One: the loss divides by itself."""
         return 1
 
-    def batch(self, first_sample: int, count: int) -> Loaded:
+    def batch(self, first_sample: int, count: int) -> Batch:
         """Never: `RowFeed` has the rows."""
         raise AssertionError("answers are not read by number")

@@ -327,7 +327,7 @@ class _Work:
 class _Stage:
     """One stage's part of the model in generation: the executor's `StageWork`."""
 
-    def __init__(self, model: Transformer, engine: Engine) -> None:
+    def __init__(self, model: Transformer, engine: GenerationEngine) -> None:
         self._model = model
         self._engine = engine
         self.caches: dict[tuple[int, CacheKind], Cache] = {}
@@ -394,7 +394,7 @@ class EngineClock:
     """Slots that did, over all rounds."""
 
 
-class Engine:
+class GenerationEngine:
     """Writes answers on the pipeline of this rank; every rank of it calls the same.
 
     `slots` answers are under way at a time, in groups. The runtime's weights may change between two calls of
@@ -903,9 +903,9 @@ def make_engine(
     stopwatch: Stopwatch,
     device: torch.device,
     ranks: dist.ProcessGroup | None,
-) -> Engine:
+) -> GenerationEngine:
     """The engine that writes a run's answers on this rank's pipeline, whose `pipeline_group` is `ranks`."""
-    return Engine(
+    return GenerationEngine(
         runtime,
         slots=slots,
         groups=groups,

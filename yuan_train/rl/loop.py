@@ -32,7 +32,7 @@ from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync,
 from yuan_train.rl.engines import RemoteReadingModel, RemoteReference, RemoteScores, fates_of, job_ranks
 from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Group
-from yuan_train.rl.generator import Engine, make_engine, pipeline_group
+from yuan_train.rl.generator import GenerationEngine, make_engine, pipeline_group
 from yuan_train.rl.helpers import Environments, Helpers, helping, talking_rank
 from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
@@ -539,7 +539,7 @@ def _make_renewal(job: RLJob, trainer: Trainer, apart: RolePosition | None) -> R
 
 def _make_engine(
     job: RLJob, trainer: Trainer, environments: Environments | None
-) -> tuple[Engine, Conversation | None]:
+) -> tuple[GenerationEngine, Conversation | None]:
     """What draws the answers of this rank's pipeline, and what they talk with."""
     ranks = pipeline_group(trainer.runtime, timeout_seconds=job.run.train.timeout)
     engine = make_engine(

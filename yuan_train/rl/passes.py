@@ -149,7 +149,7 @@ update alone, which has `first_tokens`."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class PolicyBatch:
     """What the loss needs of the tokens of one update; [N] each, on the device."""
 
     place_RS: Tensor
@@ -179,7 +179,7 @@ class PolicyLoss:
         self._algorithm = algorithm
         self._correction = correction
         self._temperature = temperature
-        self.batch: Batch | None = None
+        self.batch: PolicyBatch | None = None
         self._is_first = True
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(2, dtype=torch.float64, device=device)
@@ -189,7 +189,7 @@ class PolicyLoss:
         """Whether it compares with the policy at a batch's start even in the first update."""
         return self._correction == "decoupled"
 
-    def begin(self, batch: Batch, *, is_first: bool) -> None:
+    def begin(self, batch: PolicyBatch, *, is_first: bool) -> None:
         """The next update is of this batch; with the first one, what is measured begins anew."""
         self.batch, self._is_first = batch, is_first
         if is_first:

@@ -194,7 +194,6 @@ def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
                 own_weights(runtime),
                 runtime.shards,
                 link=link,
-                job_rank=position.job_rank,
                 dtype=dtype,
             )
 

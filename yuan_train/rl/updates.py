@@ -17,7 +17,7 @@ from yuan_train.parallel.groups import guard_world_collective, sum_over_world
 from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
 from yuan_train.rl.engines import RemoteReadingModel, RemoteReference
 from yuan_train.rl.experience import Group, Rows, make_rows
-from yuan_train.rl.passes import SUMS, Batch, Lanes, PolicyLoss, RowFeed, log_probs_at
+from yuan_train.rl.passes import SUMS, Lanes, PolicyBatch, PolicyLoss, RowFeed, log_probs_at
 from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
@@ -270,9 +270,12 @@ class Updater:
             first += count
         return parts
 
-    def _batch(self, part: _Part, advantages: Tensor, old: Tensor | None, reference: Tensor | None) -> Batch:
+    def _batch(
+        self, part: _Part, advantages: Tensor, old: Tensor | None, reference: Tensor | None
+    ) -> PolicyBatch:
         device = self._trainer.device.torch
         lengths = lengths_of(part.groups)
+        lengths_N = torch.tensor(lengths, device=device)
         # All of the answers that the loss is a mean over.
         trained = lengths
         if self._run.algorithm.mask_truncated:
@@ -283,13 +286,11 @@ class Updater:
             found = part.of(values)
             return None if found is None else found.to(device)
 
-        return Batch(
+        return PolicyBatch(
             place_RS=part.trained.place.to(device),
             sampled=_drawn(part.groups).to(device),
             advantages=advantages[part.first : part.first + part.count].to(device),
-            lengths=torch.tensor(lengths, device=device).repeat_interleave(
-                torch.tensor(lengths, device=device)
-            ),
+            lengths=lengths_N.repeat_interleave(lengths_N),
             totals=BatchTotals(
                 samples=len(trained),
                 tokens=sum(trained),
@@ -299,7 +300,7 @@ class Updater:
             reference=put(reference),
         )
 
-    def _learns(self, batch: Batch) -> bool:
+    def _learns(self, batch: PolicyBatch) -> bool:
         kl = self._run.algorithm.kl
         if not batch.totals.samples:
             return False

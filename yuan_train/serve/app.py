@@ -63,7 +63,7 @@ class TokenTexts:
 
 
 @dataclass
-class Piece:
+class Delta:
     """What came to an answer since the last piece."""
 
     text: str
@@ -72,7 +72,7 @@ class Piece:
 
 
 @dataclass
-class Answer:
+class Completion:
     """One answer of a request, as far as it is written."""
 
     index: int
@@ -108,12 +108,12 @@ class Answer:
         if self.stops or self.is_streamed or self.finish_reason is not None:
             self._read()
 
-    def take(self) -> Piece | None:
+    def take(self) -> Delta | None:
         """What is new; None if nothing is that could be shown."""
         text = self._ready[self._shown :]
         if not text and self.finish_reason is None:
             return None
-        piece = Piece(text, self._tokens, self.ids[self._taken :])
+        piece = Delta(text, self._tokens, self.ids[self._taken :])
         self._shown, self._taken, self._tokens = len(self._ready), len(self.ids), []
         return piece
 
@@ -152,12 +152,12 @@ class Reply:
             "model": served.name,
         }
         self.answers = {
-            asked.number: Answer(index, served.tokenizer, texts, call.stops, call.stream)
+            asked.number: Completion(index, served.tokenizer, texts, call.stops, call.stream)
             for index, asked in enumerate(call.asked)
         }
         self._offsets = [len(echo) for echo in call.echoes]
 
-    def add(self, token: Token) -> Answer | None:
+    def add(self, token: Token) -> Completion | None:
         """Add a token to its answer, and return that; None if it has ended before. Raises ApiError."""
         answer = self.answers[token.ticket]
         if answer.finish_reason is not None:
@@ -198,7 +198,7 @@ class Reply:
             if echo
         ]
 
-    def chunk(self, answer: Answer) -> dict[str, Any] | None:
+    def chunk(self, answer: Completion) -> dict[str, Any] | None:
         """What is new of a streamed answer; None if nothing is."""
         piece = answer.take()
         if piece is None:
@@ -218,7 +218,7 @@ class Reply:
         whole = {"finish_reason": None, "logprobs": None} | choice
         return self._head | {"object": kind, "choices": [whole]}
 
-    def _choice(self, answer: Answer, piece: Piece) -> dict[str, Any]:
+    def _choice(self, answer: Completion, piece: Delta) -> dict[str, Any]:
         asked = self._call.asked[answer.index]
         found: dict[str, Any] = {
             "index": answer.index,
@@ -234,7 +234,7 @@ class Reply:
             found["prompt_token_ids"] = list(asked.prompt_ids)
         return found
 
-    def _log_probs(self, answer: Answer, tokens: Sequence[TokenText]) -> dict[str, Any]:
+    def _log_probs(self, answer: Completion, tokens: Sequence[TokenText]) -> dict[str, Any]:
         offsets: list[int] = []
         for token in tokens:
             offsets.append(self._offsets[answer.index])

@@ -39,7 +39,7 @@ from yuan_train.parallel.groups import (
 from yuan_train.parallel.shard import box_views
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
-from yuan_train.rl.generator import Engine, Token
+from yuan_train.rl.generator import GenerationEngine, Token
 from yuan_train.serve.draws import Asked, SeededDraws
 from yuan_train.train.agreement import settle_forms
 from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
@@ -190,7 +190,7 @@ class Lane:
             make_tensor_groups(wide, timeout_seconds=TIMEOUT_SECONDS) if dist.is_initialized() else {}
         )
         self._draws = SeededDraws()
-        self._engine = Engine(
+        self._engine = GenerationEngine(
             runtime,
             slots=slots_of(grid.plan, job.limits.slots)[coord.pipeline],
             group=1,

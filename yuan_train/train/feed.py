@@ -39,7 +39,7 @@ class MicroBatch:
     """int16: the experts that all layers take for each token; None: those that they choose."""
 
 
-class Source(Protocol):
+class MicroBatchSource(Protocol):
     """Where a stage gets its micro-batches from."""
 
     def take(self, micro_batch: int) -> MicroBatch:
@@ -60,7 +60,7 @@ class Passes(ABC):
 
     @abstractmethod
     def take(self, micro_batch: int) -> MicroBatch:
-        """See `Source`."""
+        """See `MicroBatchSource`."""
 
     def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
         """Start a pass over the global batch from `first_sample` on; the one from `then` on is next."""

@@ -42,7 +42,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, sum_over_world
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.tiers.slab import available_bytes
-from yuan_train.parallel.transfer import Bucket, Move, make_buckets, pack, rounds_of, unpack
+from yuan_train.parallel.transfer import Move, MoveBucket, make_buckets, pack, rounds_of, unpack
 from yuan_train.train.build import build
 from yuan_train.train.cards import machine_id
 from yuan_train.train.ending import StopRequest
@@ -286,7 +286,7 @@ class RanksMemory:
                         unpack(bucket, flat, lambda move: _view(wanted, move))
                         self.num_bytes += flat.nbytes
 
-    def _start(self, bucket: Bucket, dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
+    def _start(self, bucket: MoveBucket, dtype: torch.dtype) -> tuple[torch.Tensor, dist.Work]:
         if bucket.source == self._rank:
             flat = pack(bucket, lambda move: _view(self._held, move), dtype=dtype)
             work = dist.isend(flat, bucket.target)

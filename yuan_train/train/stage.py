@@ -16,7 +16,7 @@ from yuan_train.parallel.device import Device
 from yuan_train.parallel.tiers.activations import ActivationTiers
 from yuan_train.parallel.tiers.parameters import ParameterPages, StagePages
 from yuan_train.schedule.step import PAGING, Kind, Step
-from yuan_train.train.feed import Source
+from yuan_train.train.feed import MicroBatchSource
 from yuan_train.train.objective import Objective, Targets, TokenLoss
 
 
@@ -71,7 +71,7 @@ class StageRunner:
     def __init__(
         self,
         model: Transformer,
-        source: Source,
+        source: MicroBatchSource,
         *,
         micro_batch_size: int,
         resets: bool,

@@ -3,7 +3,7 @@
 import pytest
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.evaluate.flows import MessageFlow, Transfer, run_transfers
+from yuan_train.planner.evaluate.flows import BucketFlow, MessageFlow, run_transfers
 
 A, B, C, D = (Card(f"{node}/{i}", node, "Card") for node in ("x", "y") for i in range(2))
 
@@ -11,7 +11,7 @@ A, B, C, D = (Card(f"{node}/{i}", node, "Card") for node in ("x", "y") for i in 
 def transfer(*cards, seconds=4.0, ready=0.0, rings=1):
     """A bucket of cards that takes so many seconds with one flow on its way, times the flows."""
     nodes = {card.node for card in cards}
-    return Transfer(
+    return BucketFlow(
         cards=cards,
         crossing=dict.fromkeys(nodes, rings) if len(nodes) > 1 else {},
         seconds=lambda flows: seconds * flows,

@@ -40,7 +40,7 @@ class MessageFlow(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
+class BucketFlow:
     """What is under way of a bucket."""
 
     cards: Sequence[Card]
@@ -53,7 +53,7 @@ class Transfer:
 
 
 def run_transfers(
-    transfers: Sequence[Transfer],
+    transfers: Sequence[BucketFlow],
     messages: Sequence[MessageFlow] = (),
     *,
     later: Callable[[int], float] = lambda i: 0.0,
@@ -80,7 +80,7 @@ def run_transfers(
 class _Run:
     """Transfers at a time of their run."""
 
-    transfers: Sequence[Transfer]
+    transfers: Sequence[BucketFlow]
     messages: Sequence[MessageFlow]
     now: float = 0.0
     waiting: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
@@ -297,7 +297,7 @@ def grad_reduce_end(
     slowed = dict.fromkeys(ends, 0.0)
     order = buckets[::-1]
     transfers = [
-        Transfer(
+        BucketFlow(
             cards=bucket.cards,
             crossing=bucket.crossing,
             seconds=bucket.reduce_seconds,
@@ -345,7 +345,7 @@ def exposed_weight_sync_seconds(
             needed[u] = min(needed.get(u, math.inf), start + earlier)
     ends = run_transfers(
         [
-            Transfer(cards=bucket.cards, crossing=bucket.crossing, seconds=bucket.sync_seconds, ready=0.0)
+            BucketFlow(cards=bucket.cards, crossing=bucket.crossing, seconds=bucket.sync_seconds, ready=0.0)
             for bucket in buckets
         ]
     )
