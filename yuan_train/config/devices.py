@@ -116,7 +116,6 @@ def _card(
     half: float,
     *,
     capability: float | None = None,
-    bf16: bool = True,
     pcie: int = 4,
     backend: Backend = "nccl",
 ) -> DeviceType:
@@ -125,7 +124,7 @@ def _card(
         memory=round(memory_mib * MIB),
         reserved=2 * GIB if memory_mib >= 20e3 else GIB,
         fp32=fp32 * 1e12,
-        bf16=half * 1e12 if bf16 else None,
+        bf16=half * 1e12 if capability is None or capability >= 8.0 else None,
         fp16=half * 1e12,
         memory_bandwidth=bandwidth_gbs * 1e9,
         host_link=PCIE_BYTES_PER_SECOND[pcie],
@@ -143,16 +142,16 @@ PCIE_BYTES_PER_SECOND = {3: 12.5e9, 4: 25e9, 5: 52e9}
 # capacity of") or as `_CudaDeviceProperties`; the issue is named where the report is one. `derived`: from
 # another card with the same chips of memory, or from nvidia-smi's figure.
 CATALOGUE: dict[str, DeviceType] = {
-    "P100": _card(16280, 732, 10.6, 21.2, bf16=False, pcie=3, capability=6.0),  # reported
-    "V100-16G": _card(16130, 900, 15.7, 125, bf16=False, pcie=3, capability=7.0),  # reported
+    "P100": _card(16280, 732, 10.6, 21.2, pcie=3, capability=6.0),  # reported
+    "V100-16G": _card(16130, 900, 15.7, 125, pcie=3, capability=7.0),  # reported
     # reported: liucongg/ChatGLM-Finetuning#73, 31.74 GiB
-    "V100-32G": _card(32502, 900, 15.7, 125, bf16=False, pcie=3, capability=7.0),
+    "V100-32G": _card(32502, 900, 15.7, 125, pcie=3, capability=7.0),
     # reported: 14.56 GiB with newer drivers, 15,079 to 15,109 MiB with older ones
-    "T4": _card(14909, 320, 8.1, 65, bf16=False, pcie=3, capability=7.5),
-    "RTX-2080": _card(7974, 448, 10, 42, bf16=False, pcie=3, capability=7.5),  # derived: RTX 2060 SUPER
+    "T4": _card(14909, 320, 8.1, 65, pcie=3, capability=7.5),
+    "RTX-2080": _card(7974, 448, 10, 42, pcie=3, capability=7.5),  # derived: RTX 2060 SUPER
     # reported: RenYurui/StructureFlow#35, 10.76 GiB
-    "RTX-2080Ti": _card(11018, 616, 13, 57, bf16=False, pcie=3, capability=7.5),
-    "Titan-RTX": _card(24114, 672, 16, 130, bf16=False, pcie=3, capability=7.5),  # derived: RTX A5000
+    "RTX-2080Ti": _card(11018, 616, 13, 57, pcie=3, capability=7.5),
+    "Titan-RTX": _card(24114, 672, 16, 130, pcie=3, capability=7.5),  # derived: RTX A5000
     "A10": _card(22517, 600, 31.2, 125, capability=8.6),  # reported: zai-org/CogVLM#236, 21.99 GiB
     "A30": _card(24094, 933, 10.3, 165, capability=8.0),  # reported: google/RB-Modulation#5, 23.53 GiB
     "A40": _card(45416, 696, 37.4, 149.7, capability=8.6),  # reported
