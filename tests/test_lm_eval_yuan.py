@@ -15,7 +15,8 @@ from yuan_train.config.load import build
 from yuan_train.config.model import ModelConfig
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.attention import find_resets
-from yuan_train.models.generate import generate
+from yuan_train.models.generate import Sampling, generate
+from yuan_train.models.slots import DocumentRules
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.evaluate import TrainedModel
 
@@ -58,9 +59,8 @@ def test_generated_text_is_greedy(trained: TrainedModel) -> None:
         trained.model,
         [trained.eod_id or 0, *ids],
         max_new_tokens=6,
-        temperature=0,
-        stop_ids=None,
-        **trained.resets,
+        sampling=Sampling(temperature=0),
+        documents=DocumentRules(**trained.resets),
     )
     assert trained.tokenizer and text == trained.tokenizer.decode([*ids, *alone])[len("the quick") :]
     stop = text[2:4]

@@ -28,7 +28,6 @@ MORE_PARAMETERS = {
     "yuan_train/data/loader.py: __init__": 9,
     "yuan_train/data/loader.py: open_corpora": 8,
     "yuan_train/data/preprocess.py: preprocess": 8,
-    "yuan_train/models/generate.py: generate_batch": 12,
     "yuan_train/models/transformer.py: __init__": 8,
     "yuan_train/parallel/tiers/optimizer.py: make_shards": 9,
     "yuan_train/planner/evaluate/memory.py: stage_memory": 10,

@@ -17,7 +17,8 @@ import torch
 
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import YuanError
-from yuan_train.models.generate import generate
+from yuan_train.models.generate import Sampling, generate
+from yuan_train.models.slots import DocumentRules
 from yuan_train.train.evaluate import TrainedModel, hidden_states, load_trained
 
 
@@ -74,10 +75,9 @@ class Scorer:
             self.trained.model,
             prompt,
             max_new_tokens=min(max_new_tokens, self.max_length - len(prompt)),
-            temperature=0,
-            eod_id=self.trained.eod_id,
+            sampling=Sampling(temperature=0),
+            documents=DocumentRules(eod_id=self.trained.eod_id, **self.trained.resets),
             stop_ids=self.trained.stop_ids,
-            **self.trained.resets,
         )
         text = ""
         before = self.tokenizer.decode(prompt)

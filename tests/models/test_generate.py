@@ -1,5 +1,6 @@
 """Generation against full forwards, the sampling filters, and errors."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from yuan_train.config.errors import YuanError
 from yuan_train.models import generate as generate_module
 from yuan_train.models.attention import find_resets
 from yuan_train.models.generate import Sampling, generate, generate_batch, sample
+from yuan_train.models.slots import DocumentRules
 
 EOD = 9
+GREEDY = Sampling(temperature=0)
 
 
 def greedy_by_full_forwards(model, ids, count, **switches):
@@ -37,7 +40,8 @@ def greedy_by_full_forwards(model, ids, count, **switches):
 def test_greedy_equals_full_forwards(make_model, monkeypatch, prompt, switches):
     monkeypatch.setattr(generate_module, "PREFILL_CHUNK", 4)
     model = make_model()
-    ours = list(generate(model, prompt, max_new_tokens=8, temperature=0, eod_id=EOD, **switches))
+    rules = DocumentRules(eod_id=EOD, **switches)
+    ours = list(generate(model, prompt, max_new_tokens=8, sampling=GREEDY, documents=rules))
     expected = greedy_by_full_forwards(model, prompt, 8, **switches)
     if EOD in expected:
         expected = expected[: expected.index(EOD) + 1]
@@ -103,7 +107,8 @@ def columns(batch):
 def test_prompts_of_unequal_length(make_model, monkeypatch, switches, attention, chunk):
     monkeypatch.setattr(generate_module, "PREFILL_CHUNK", chunk)
     model = make_model(attention=attention)
-    options: dict[str, Any] = dict(max_new_tokens=10, temperature=0, eod_id=EOD, **switches)
+    options: dict[str, Any] = dict(max_new_tokens=10, sampling=GREEDY)
+    options["documents"] = DocumentRules(eod_id=EOD, **switches)
     together = columns(generate_batch(model, PROMPTS, **options))
     assert together == [list(generate(model, prompt, **options)) for prompt in PROMPTS]
 
@@ -117,12 +122,14 @@ def test_a_batch_samples_the_same_tokens_as_its_prompts_alone(make_model):
 
 def test_a_batch_ends_with_its_last_prompt(make_model):
     model = make_model()
-    options: dict[str, Any] = dict(max_new_tokens=8, temperature=0, reset_position_ids=False)
-    unlimited = columns(generate_batch(model, PROMPTS[:2], **options))
+    options: dict[str, Any] = dict(max_new_tokens=8, sampling=GREEDY)
+    rules = DocumentRules(reset_position_ids=False)
+    unlimited = columns(generate_batch(model, PROMPTS[:2], documents=rules, **options))
     stop = next(token for token in unlimited[0] if token not in unlimited[1])
-    batch = columns(generate_batch(model, PROMPTS[:2], eod_id=stop, **options))
+    rules = replace(rules, eod_id=stop)
+    batch = columns(generate_batch(model, PROMPTS[:2], documents=rules, **options))
     assert batch[1] == unlimited[1] and len(batch[0]) == unlimited[0].index(stop) + 1
-    same = list(generate_batch(model, [PROMPTS[0]] * 2, eod_id=stop, **options))
+    same = list(generate_batch(model, [PROMPTS[0]] * 2, documents=rules, **options))
     assert len(same) == unlimited[0].index(stop) + 1
 
 
@@ -177,6 +184,17 @@ def test_top_p_applies_after_top_k():
         (dict(prompt_ids=[-1]), r"prompt_ids\[0\]: -1"),
         (dict(max_new_tokens=-1), "max_new_tokens -1"),
         (dict(max_new_tokens=63), "2 prompt tokens and 63 new ones .* at most 62 new tokens"),
+    ],
+)
+def test_errors_are_raised_by_the_call(make_model, changes, message):
+    arguments = {"prompt_ids": [1, 2], "max_new_tokens": 4, **changes}
+    with pytest.raises(YuanError, match=message):
+        generate(make_model(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (dict(temperature=-0.1), "temperature -0.1"),
         (dict(temperature=float("nan")), "temperature nan"),
         (dict(top_k=-1), "top_k -1"),
@@ -184,10 +202,9 @@ def test_top_p_applies_after_top_k():
         (dict(top_p=1.5), "top_p 1.5"),
     ],
 )
-def test_errors_are_raised_by_the_call(make_model, changes, message):
-    arguments = {"prompt_ids": [1, 2], "max_new_tokens": 4, **changes}
+def test_sampling_out_of_range(options, message):
     with pytest.raises(YuanError, match=message):
-        generate(make_model(), **arguments)
+        Sampling(**options)
 
 
 def test_a_stage_alone_does_not_generate(make_model):

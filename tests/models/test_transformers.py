@@ -26,7 +26,7 @@ from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.config.model import RopeScaling
 from yuan_train.data.chat import render_chat
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.models.generate import generate
+from yuan_train.models.generate import Sampling, generate
 from yuan_train.models.published import format_of
 from yuan_train.models.transformer import Transformer, init_weights
 
@@ -157,7 +157,8 @@ def test_greedy_tokens(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.theirs(TOKENS[:1, :2])  # a short sequence makes transformers forget the longest one
     options = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(prompt)}
     wanted = pair.theirs.generate(prompt, **options)[0, prompt.shape[1] :].tolist()
-    assert list(generate(pair.ours, prompt[0].tolist(), max_new_tokens=12, temperature=0)) == wanted
+    greedy = Sampling(temperature=0)
+    assert list(generate(pair.ours, prompt[0].tolist(), max_new_tokens=12, sampling=greedy)) == wanted
 
 
 def test_export(pair: Pair, tmp_path: Path, transformers: Any) -> None:

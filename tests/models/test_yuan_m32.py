@@ -19,7 +19,7 @@ from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig, load_model, validate_model
 from yuan_train.models import experts as moe
 from yuan_train.models.architectures.yuan import published_layout
-from yuan_train.models.generate import generate
+from yuan_train.models.generate import Sampling, generate
 from yuan_train.models.initial import initial_rows, initial_weight
 from yuan_train.models.recompute import SelectiveRecompute
 from yuan_train.models.transformer import Transformer, init_weights
@@ -86,7 +86,8 @@ def test_greedy_tokens_with_and_without_the_cache(imported, form):
     expected = load_file(GOLDEN / f"{FORMS[form]}.safetensors")
     model = model_of(imported[0], form)
     prompt, wanted = expected["prompt"][0].tolist(), expected["greedy"].tolist()
-    assert list(generate(model, prompt, max_new_tokens=len(wanted), temperature=0)) == wanted
+    greedy = Sampling(temperature=0)
+    assert list(generate(model, prompt, max_new_tokens=len(wanted), sampling=greedy)) == wanted
     ids = expected["prompt"]
     for token in wanted:
         with torch.no_grad():

@@ -16,7 +16,8 @@ from tests.support.commands import Ask
 from tests.support.serving import NAME, Server, make_checkpoint, serving, write_plan
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.data.chat import render_chat
-from yuan_train.models.generate import generate, generate_batch
+from yuan_train.models.generate import Sampling, generate, generate_batch
+from yuan_train.models.slots import DocumentRules
 from yuan_train.train.evaluate import TrainedModel, load_trained
 
 openai = pytest.importorskip("openai")
@@ -78,12 +79,17 @@ def client(server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
 
 
+def documents_of(trained: TrainedModel) -> DocumentRules:
+    return DocumentRules(eod_id=trained.eod_id, **trained.resets)
+
+
 def expected(trained: TrainedModel, prompt: list[int], **options: Any) -> list[int]:
     """What `generate` gives: the same for the servers of all plans, and so made once."""
     key = (tuple(prompt), *sorted(options.items()))
     if key not in GENERATED:
-        given = {"eod_id": trained.eod_id, "stop_ids": trained.stop_ids, **trained.resets, **options}
-        GENERATED[key] = list(generate(trained.model, prompt, **given))
+        given: dict[str, Any] = {"stop_ids": trained.stop_ids, "documents": documents_of(trained)}
+        given |= {name: options.pop(name) for name in ("max_new_tokens", "seed") if name in options}
+        GENERATED[key] = list(generate(trained.model, prompt, sampling=Sampling(**options), **given))
     return GENERATED[key]
 
 
@@ -208,9 +214,8 @@ def test_several_answers_have_seeds_of_their_own(client: Any, trained: TrainedMo
             [prompt] * 3,
             max_new_tokens=10,
             seed=20 + 3 * place,
-            eod_id=trained.eod_id,
+            documents=documents_of(trained),
             stop_ids=trained.stop_ids,
-            **trained.resets,
         )
         for tokens in batch:
             for row, token in zip(rows, tokens, strict=True):

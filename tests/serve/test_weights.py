@@ -15,7 +15,8 @@ from tests.support.models import tiny_model
 from tests.support.serving import NAME, Server, make_checkpoint, serving, write_plan
 from yuan_train.checkpoint.hf import write_model
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.models.generate import generate
+from yuan_train.models.generate import Sampling, generate
+from yuan_train.models.slots import DocumentRules
 from yuan_train.models.transformer import Transformer
 from yuan_train.rl.generator import Token
 from yuan_train.serve.ranks import Order, WeightsRefused
@@ -27,6 +28,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 PROMPT = [65, 66, 67, 68]
+GREEDY = Sampling(temperature=0)
 
 
 class Module:
@@ -66,8 +68,9 @@ def write(model: Transformer, folder: Path, dtype: str = "float32") -> Path:
 
 
 def expected(trained: TrainedModel, count: int) -> list[int]:
-    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": count, **trained.resets}
-    return list(generate(trained.model, PROMPT, eod_id=trained.eod_id, stop_ids=(), **options))
+    documents = DocumentRules(eod_id=trained.eod_id, **trained.resets)
+    options: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": count, "documents": documents}
+    return list(generate(trained.model, PROMPT, stop_ids=(), **options))
 
 
 def ask(server: Server, count: int = 12, **more: Any) -> Any:
@@ -109,12 +112,8 @@ def test_documents_end_as_with_the_weights_in_use(
     prompt = [65, 66, after.eod_id, 67, 68]
     write_model(after.model.config, Module(after.model), tmp_path / "new", dtype="float32", resets=none)
     wanted, others = (
-        list(
-            generate(
-                after.model, prompt, eod_id=after.eod_id, stop_ids=(), temperature=0, max_new_tokens=24, **own
-            )
-        )
-        for own in (none, after.resets)
+        list(generate(after.model, prompt, documents=rules, stop_ids=(), sampling=GREEDY, max_new_tokens=24))
+        for rules in (DocumentRules(eod_id=after.eod_id, **own) for own in (none, after.resets))
     )
     with serving(checkpoint, tmp_path, "--allow-weights") as server:
         assert push(server, tmp_path / "new").status_code == 200

@@ -21,7 +21,7 @@ from tools.gpu_checks import runs
 from tools.gpu_checks.bench import Bench, Verdict, megabytes
 from yuan_train.config.model import load_model
 from yuan_train.config.plan_constraints import load_plan
-from yuan_train.models.generate import generate_batch
+from yuan_train.models.generate import Sampling, generate_batch
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.activity import Activity, observed_by
 from yuan_train.schedule.trace import trace_path
@@ -176,7 +176,8 @@ def generation(bench: Bench) -> Verdict:
         prompts, tokens = [[5, 6, 7, 8 + i] for i in range(batch)], bench.pick(64, 4)
         for new in (2, tokens):
             start = time.perf_counter()
-            found = list(generate_batch(model, prompts, max_new_tokens=new, temperature=0, seed=0))
+            greedy = Sampling(temperature=0)
+            found = list(generate_batch(model, prompts, max_new_tokens=new, sampling=greedy, seed=0))
         bench.synchronize()
         rates[batch] = tokens * batch / (time.perf_counter() - start)
         assert len(found) == tokens and all(token is not None for step in found for token in step)

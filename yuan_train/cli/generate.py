@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if sum(option is not None for option in given) != 1:
         raise ConfigError("give either --prompt, --prompt-ids or --prompts")
     from yuan_train.checkpoint.load import find_checkpoint
-    from yuan_train.models.generate import generate_batch
+    from yuan_train.models.generate import Sampling, generate_batch
+    from yuan_train.models.slots import DocumentRules
     from yuan_train.train.evaluate import load_trained
 
     checkpoint = find_checkpoint(arguments.checkpoint)
@@ -64,13 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
         trained.model,
         prompts,
         max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
+        sampling=Sampling(temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p),
         seed=arguments.seed,
-        eod_id=trained.eod_id,
+        documents=DocumentRules(eod_id=trained.eod_id, **trained.resets),
         stop_ids=trained.stop_ids,
-        **trained.resets,
     ):
         for row, token in zip(new_ids, tokens, strict=True):
             row += [] if token is None else [token]

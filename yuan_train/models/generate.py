@@ -139,15 +139,10 @@ def generate_batch(
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    sampling: Sampling = Sampling(),
     seed: int | None = None,
-    eod_id: int | None = None,
+    documents: DocumentRules | None = None,
     stop_ids: Collection[int] | None = None,
-    reset_position_ids: bool = True,
-    reset_attention: bool = False,
-    reset_filter: bool = False,
 ) -> Iterator[list[int | None]]:
     """Return an iterator over lists with the next token of every prompt; None for a prompt that has ended.
 
@@ -158,16 +153,10 @@ def generate_batch(
         model: a whole model.
         prompts: at least one, each of at least one token.
         max_new_tokens: maximum number of tokens per prompt.
-        temperature: 0 is greedy; see `Sampling` for this and the next two.
-        top_k: see `Sampling`.
-        top_p: see `Sampling`.
+        sampling: of each token.
         seed: of the sampling generators: prompt i uses `seed + i`. None seeds them at random.
-        eod_id: ends a document; the three switches say what the model was trained to reset there
-            (`documents.find_resets` has the same defaults).
-        stop_ids: a prompt ends after yielding one of these tokens; None: after `eod_id`.
-        reset_position_ids: rotary positions count from the document's start.
-        reset_attention: tokens attend only within their document.
-        reset_filter: the localized filter sees only tokens of its document.
+        documents: what the model was trained to reset at document ends; None: nothing, there are none.
+        stop_ids: a prompt ends after yielding one of these tokens; None: after their `eod_id`.
 
     Raises:
         YuanError: (a ValueError) an argument is out of range, or a prompt and new tokens together exceed the
@@ -177,14 +166,8 @@ def generate_batch(
         raise YuanError("there is no prompt; give at least one")
     for prompt_ids in prompts:
         _check_request(model, prompt_ids, max_new_tokens)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    rules = DocumentRules(
-        eod_id=eod_id,
-        reset_position_ids=reset_position_ids,
-        reset_attention=reset_attention,
-        reset_filter=reset_filter,
-    )
-    stops = frozenset((eod_id,) if stop_ids is None else stop_ids)
+    rules = documents or DocumentRules()
+    stops = frozenset((rules.eod_id,) if stop_ids is None else stop_ids)
     reader = _Reader(model, prompts, rules, max_new_tokens)
     return _stream(reader, max_new_tokens, sampling, _generators(seed, len(prompts)), stops)
 
