@@ -274,7 +274,6 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
         trainer,
         feed,
         loss,
-        sequence_length=policy.plan.sequence_length,
         reference=reference,
         critic=critic,
         teacher=reader if teaches else None,

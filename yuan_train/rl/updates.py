@@ -150,7 +150,6 @@ class Updater:
         feed: RowFeed,
         loss: PolicyLoss,
         *,
-        sequence_length: int,
         reference: Reference | RemoteReference | None,
         critic: Critic | None = None,
         teacher: ReadingModel | RemoteReadingModel | None = None,
@@ -158,7 +157,7 @@ class Updater:
         self._run = run
         self._trainer = trainer
         self._loss = loss
-        self._length = sequence_length
+        self._length = trainer.runtime.grid.plan.sequence_length
         self._reference = reference
         self._needs_old = run.algorithm.updates > 1 or run.algorithm.epochs > 1 or loss.needs_old
         self._critic = critic
