@@ -29,7 +29,6 @@ MORE_PARAMETERS = {
     "yuan_train/data/loader.py: open_corpora": 8,
     "yuan_train/data/preprocess.py: preprocess": 8,
     "yuan_train/models/transformer.py: __init__": 8,
-    "yuan_train/parallel/tiers/optimizer.py: make_shards": 9,
     "yuan_train/planner/evaluate/memory.py: stage_memory": 10,
     "yuan_train/estimate/memory.py: yuan_memory": 8,
     "yuan_train/planner/roles/placement.py: place": 8,

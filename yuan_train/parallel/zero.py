@@ -183,13 +183,10 @@ class OwnedState:
         return make_shards(
             weights[own.start : own.end],
             None if packed else bucket.gradient[own.start : own.end],
+            own,
             layout=number,
-            start=own.start,
-            num_matrix_elements=own.num_matrix_elements,
             away=away,
             host=host,
-            # Weights in full precision are their own master.
-            own_master=bucket.is_low_precision or packed,
             slab=slab,
         )
 

@@ -304,22 +304,21 @@ def chunk_ranges(
 def make_shards(
     weights: torch.Tensor,
     gradient: torch.Tensor | None,
+    owned: Owned,
     *,
-    num_matrix_elements: int,
+    layout: int,
     away: Away,
     host: HostPlace | None,
-    layout: int = 0,
-    start: int = 0,
-    own_master: bool = True,
-    slab: HostSlab | None = None,
+    slab: HostSlab | None,
 ) -> list[OptimizerShard]:
-    """The shards of consecutive weights [n]: the part on the card, then those in host memory and on the disk.
+    """The shards of the weights [n] that are `owned`: on the card, then in host memory and on the disk.
 
-    Without `gradient` [n] each shard gets a gradient buffer of its own; without `own_master` the weights on
-    the card are their own master. Of weights that lie on the host, the first part is on the host too, in
-    pieces of `slab`, and is stepped there.
+    Without `gradient` [n] the weights are a copy, and each shard gets a gradient buffer of its own. Else what
+    is on the card and in full precision is its own master. Of weights that lie on the host, the first part is
+    on the host too, in pieces of `slab`, and is stepped there.
     """
     n, dtype = weights.numel(), master_dtype(weights.dtype)
+    start, num_matrix_elements = owned.start, owned.num_matrix_elements
     split, in_memory = away.cuts(n, num_matrix_elements)
     shards: list[OptimizerShard] = []
     if split or not n:
@@ -328,7 +327,7 @@ def make_shards(
         def zeros() -> torch.Tensor:
             return own.new_zeros(split, dtype=dtype) if slab is None else slab.take(split, dtype)
 
-        master = zeros().copy_(own) if own_master else own
+        master = zeros().copy_(own) if gradient is None or dtype != own.dtype else own
         shards.append(
             OptimizerShard(
                 start=start,
