@@ -321,7 +321,6 @@ class Placement:
 
 def place(
     problem: RolesProblem,
-    costs: Costs,
     *,
     mode: str,
     split: tuple[tuple[int, int, int], ...],
@@ -330,7 +329,7 @@ def place(
     reward: RewardWork | None,
     shared: bool,
 ) -> Placement:
-    """Price and play a placement; `costs` are those of the whole cluster."""
+    """Price and play a placement."""
     moved = moved_bytes = 0.0
     if not shared:
         model, precision = problem.load.model, problem.load.precision
@@ -339,7 +338,7 @@ def place(
         ]
         synced = model.parameters if model.lora is None else sum(model.trained_unit_parameters)
         bytes_ = problem.sync_share * synced * ELEMENT_BYTES[precision]
-        moved = engines.sync_seconds(costs.topology, policy.holders, targets, bytes_)
+        moved = engines.sync_seconds(generation.rates.topology, policy.holders, targets, bytes_)
         moved_bytes = problem.sync_share * engines.sync_bytes(model, generation.engines, precision)
     staleness = problem.staleness if mode == "async" else 0
 

@@ -218,7 +218,6 @@ def placement_of(problem: placing.RolesProblem, plan: rl_plan.RlPlan) -> placing
             counts[("policy", "generation", "reward").index(names[card.name])] += 1
     return placing.place(
         replace(problem, staleness=plan.staleness),
-        costs,
         mode=plan.mode,
         split=tuple((counts[0], counts[1], counts[2]) for counts in split.values()),
         policy=work,

@@ -261,9 +261,7 @@ class RolesSearch:
         if shared:
             pairs = [(work, way) for work in works if (way := self.ways.shared_generation(work)) is not None]
             modes = ("sync",)
-        put = functools.partial(
-            placing.place, self.problem, self.costs, split=split, reward=reward, shared=shared
-        )
+        put = functools.partial(placing.place, self.problem, split=split, reward=reward, shared=shared)
         placed = ([put(mode=mode, policy=work, generation=way) for work, way in pairs] for mode in modes)
         return [min(own, key=lambda placement: placement.step_seconds) for own in placed if own]
 
