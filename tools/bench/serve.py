@@ -39,7 +39,7 @@ from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.experience import Ticket
-from yuan_train.rl.generator import Drawing, GenerationEngine
+from yuan_train.rl.generator import Drawing, EngineShape, GenerationEngine
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CORE = "0"
@@ -295,11 +295,7 @@ def _ours(
         part.eval()
     engine = GenerationEngine(
         runtime,
-        slots=SLOTS,
-        group=1,
-        max_prompt_tokens=PROMPT,
-        max_new_tokens=new_tokens,
-        prefill_chunk=512,
+        EngineShape(slots=SLOTS, group=1, max_length=PROMPT + new_tokens),
         device=CPU.torch,
         dtype=torch.float32,
         stopwatch=Stopwatch(CPU),

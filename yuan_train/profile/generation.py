@@ -35,7 +35,7 @@ from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_p
 from yuan_train.profile.units import ProfileCase, all_agree, num_layers_in_a_row, trimmed_mean
 from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.experience import Group, Sample, Ticket, make_rows
-from yuan_train.rl.generator import Drawing, GenerationEngine
+from yuan_train.rl.generator import Drawing, EngineShape, GenerationEngine
 from yuan_train.rl.helpers import Scorers
 from yuan_train.rl.updates import token_advantages
 from yuan_train.schedule.schedules import forward_only
@@ -147,16 +147,10 @@ def _make_depth(case: ProfileCase, layers: int) -> RankRuntime:
     )
 
 
-def _engine(
-    case: ProfileCase, runtime: RankRuntime, *, slots: int, group: int, prompt: int, new: int, chunk: int
-) -> GenerationEngine:
+def _engine(case: ProfileCase, runtime: RankRuntime, shape: EngineShape) -> GenerationEngine:
     return GenerationEngine(
         runtime,
-        slots=slots,
-        group=group,
-        max_prompt_tokens=prompt,
-        max_new_tokens=new,
-        prefill_chunk=chunk,
+        shape,
         device=case.device.torch,
         dtype=case.dtype,
         stopwatch=Stopwatch(case.device, simulated=Simulated(case.slowdown)),
@@ -171,7 +165,8 @@ def _tickets(case: ProfileCase, count: int, length: int, answers: int) -> list[T
 
 def _round(case: ProfileCase, runtime: RankRuntime, *, slots: int, length: int) -> Callable[[], list[float]]:
     """Seconds of rounds of so many answers to one prompt of `length` tokens."""
-    engine = _engine(case, runtime, slots=slots, group=slots, prompt=length, new=ROUNDS + 1, chunk=length)
+    shape = EngineShape(slots=slots, group=slots, max_length=length + ROUNDS + 1, prefill_chunk=length)
+    engine = _engine(case, runtime, shape)
     tickets = _tickets(case, 1, length, slots)
 
     def call() -> list[float]:
@@ -187,7 +182,8 @@ def _reading(
     """Seconds of a reading of so many prompts, whose answers then get slots."""
     group, length = run.algorithm.group, run.data.max_prompt_tokens
     chunk = run.generation.prefill_chunk
-    engine = _engine(case, runtime, slots=group * count, group=group, prompt=length, new=2, chunk=chunk)
+    shape = EngineShape(slots=group * count, group=group, max_length=length + 2, prefill_chunk=chunk)
+    engine = _engine(case, runtime, shape)
     tickets = _tickets(case, count, length, group)
 
     def call() -> list[float]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.models.dropout import Keys
-from yuan_train.models.generate import draw, draw_keys
+from yuan_train.models.generate import PREFILL_CHUNK, draw, draw_keys
 from yuan_train.models.slots import (
     DocumentRules,
     Documents,
@@ -394,45 +394,52 @@ class EngineClock:
     """Slots that did, over all rounds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineShape:
+    """How many answers an engine writes at a time, and how long they get."""
+
+    slots: int
+    groups: int | None = None
+    """Of the slots, as a plan has them; None: see `num_groups`."""
+    group: int
+    """Answers to a prompt."""
+    max_length: int
+    """Tokens of a prompt and its answer."""
+    prefill_chunk: int = PREFILL_CHUNK
+    """Tokens of prompts that are read at a time."""
+
+
 class GenerationEngine:
     """Writes answers on the pipeline of this rank; every rank of it calls the same.
 
-    `slots` answers are under way at a time, in groups. The runtime's weights may change between two calls of
-    `generate`: nothing is kept from one to the next.
+    As many as it has slots are under way at a time, in groups. The runtime's weights may change between two
+    calls of `generate`: nothing is kept from one to the next.
     """
 
     def __init__(
         self,
         runtime: RankRuntime,
+        shape: EngineShape,
         *,
-        slots: int,
-        groups: int | None = None,
-        group: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        prefill_chunk: int,
         device: torch.device,
         dtype: torch.dtype,
         stopwatch: Stopwatch,
         ranks: dist.ProcessGroup | None,
         documents: DocumentRules | None = None,
     ) -> None:
-        """`groups`: of the slots, as a plan has them; None: see `num_groups`. `group`: answers to a prompt.
-        `ranks`: the process group of the pipeline's ranks; None for one rank. `documents`: what is reset in
-        an answer and its prompt; None: nothing, each is one document."""
+        """`ranks`: the process group of the pipeline's ranks; None for one rank. `documents`: what is reset
+        in an answer and its prompt; None: nothing, each is one document."""
         self._runtime = runtime
-        self._group_size = group
-        self._max_length = max_prompt_tokens + max_new_tokens
-        self._chunk = prefill_chunk
+        self._group_size, self._chunk = shape.group, shape.prefill_chunk
+        self._max_length = shape.max_length
         self._device, self._dtype = device, dtype
         self._ranks = ranks
         self.documents = documents
         workers = runtime.grid.workers(runtime.coord.pipeline)
+        groups = shape.groups or num_groups(len(workers), slots=shape.slots, group=shape.group)
         # Each replica of a stage takes every so many-th group.
-        self._num_groups = max(
-            groups or num_groups(len(workers), slots=slots, group=group), *map(len, workers)
-        )
-        self._slots = -(-slots // self._num_groups)
+        self._num_groups = max(groups, *map(len, workers))
+        self._slots = -(-shape.slots // self._num_groups)
         self._hidden = hidden = runtime.grid.plan.model.hidden_size
         self.chosen: dict[int, dict[int, Tensor | None]] = {}
         """By group and layer, the experts of the tokens that this rank has just read."""
@@ -444,7 +451,7 @@ class GenerationEngine:
         self.stopwatch = stopwatch
         self.works: list[_Work | None] = []
         self.drawn: dict[int, Tensor] = {}
-        self.draws: Draws = Drawing(seed=0, max_new_tokens=max_new_tokens, stop_ids=frozenset())
+        self.draws: Draws = Drawing(seed=0, max_new_tokens=0, stop_ids=frozenset())
         self._queue: deque[Ticket] = deque()
         self._groups: list[_Group] = []
         self._told: list[Token] = []  # of the step under way
@@ -905,16 +912,12 @@ def make_engine(
     ranks: dist.ProcessGroup | None,
 ) -> GenerationEngine:
     """The engine that writes a run's answers on this rank's pipeline, whose `pipeline_group` is `ranks`."""
-    return GenerationEngine(
-        runtime,
+    shape = EngineShape(
         slots=slots,
         groups=groups,
         group=run.algorithm.group,
-        max_prompt_tokens=run.data.max_prompt_tokens,
-        max_new_tokens=run.generation.max_new_tokens,
+        max_length=run.data.max_prompt_tokens + run.generation.max_new_tokens,
         prefill_chunk=run.generation.prefill_chunk,
-        device=device,
-        dtype=DTYPES[run.train.precision],
-        stopwatch=stopwatch,
-        ranks=ranks,
     )
+    dtype = DTYPES[run.train.precision]
+    return GenerationEngine(runtime, shape, device=device, dtype=dtype, stopwatch=stopwatch, ranks=ranks)

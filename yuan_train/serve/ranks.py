@@ -39,7 +39,7 @@ from yuan_train.parallel.groups import (
 from yuan_train.parallel.shard import box_views
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
-from yuan_train.rl.generator import GenerationEngine, Token
+from yuan_train.rl.generator import EngineShape, GenerationEngine, Token
 from yuan_train.serve.draws import Asked, SeededDraws
 from yuan_train.train.agreement import settle_forms
 from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
@@ -51,8 +51,6 @@ STARTUP_SECONDS = 600.0
 """In which all ranks come to meet."""
 TIMEOUT_SECONDS = 600.0
 """How long a rank waits for another one inside a round."""
-PREFILL_CHUNK = 512
-"""Tokens of a prompt that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +190,11 @@ class Lane:
         self._draws = SeededDraws()
         self._engine = GenerationEngine(
             runtime,
-            slots=slots_of(grid.plan, job.limits.slots)[coord.pipeline],
-            group=1,
-            max_prompt_tokens=job.limits.max_length,
-            max_new_tokens=0,
-            prefill_chunk=PREFILL_CHUNK,
+            EngineShape(
+                slots=slots_of(grid.plan, job.limits.slots)[coord.pipeline],
+                group=1,
+                max_length=job.limits.max_length,
+            ),
             device=job.device.torch,
             dtype=job.dtype,
             stopwatch=Stopwatch(job.device, simulated=grid.simulated(coord.rank)),
