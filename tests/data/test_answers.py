@@ -14,7 +14,7 @@ from tests.support.project import write_lines
 from yuan_train.config.errors import DataError
 from yuan_train.data.chat import encode_chat
 from yuan_train.data.indexed import IndexedDataset
-from yuan_train.data.loader import open_corpora
+from yuan_train.data.loader import SampleSpec, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.preprocess import preprocess
 from yuan_train.data.prompts import Prompt, read_prompts
@@ -85,9 +85,8 @@ def test_only_answers_have_a_loss(folder: Path, tokenizer: Tokenizer, tmp_path: 
     assert IndexedDataset(f"{tmp_path / 'chats'}.answers").document(3).tolist() == is_answer
 
     def blend(**options: Any) -> Any:
-        return open_corpora(
-            [(str(tmp_path / "chats"), 1.0)], sequence_length=37, seed=1, vocab_size=260, **options
-        )
+        spec = SampleSpec(sequence_length=37, seed=1, vocab_size=260, **options)
+        return open_corpora([(str(tmp_path / "chats"), 1.0)], spec)
 
     masked, plain = blend(loss_on_answers=True), blend()
     assert masked.masks and not plain.masks and masked.fingerprints != plain.fingerprints
@@ -103,9 +102,9 @@ def test_only_answers_have_a_loss(folder: Path, tokenizer: Tokenizer, tmp_path: 
 def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     texts = write_lines(tmp_path / "texts.jsonl", [{"text": "a" * 50}])
     preprocess([texts], folder, tmp_path / "texts")
-    options: Any = dict(sequence_length=8, seed=1, vocab_size=260, loss_on_answers=True)
+    spec = SampleSpec(sequence_length=8, seed=1, vocab_size=260, loss_on_answers=True)
     with pytest.raises(DataError, match=r"texts.answers.idx: missing.*--messages-key"):
-        open_corpora([(str(tmp_path / "texts"), 1.0)], **options)
+        open_corpora([(str(tmp_path / "texts"), 1.0)], spec)
     for bad, message in (
         ({"messages": "hi"}, "bad.jsonl:1: not a list of messages"),
         ({"messages": CHAT[:1]}, "no message of the assistant"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.indexed import IndexedWriter, token_dtype
-from yuan_train.data.loader import Blend, open_corpora
+from yuan_train.data.loader import Blend, SampleSpec, open_corpora
 
 EOD = 1
 
@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_small(folder: Path, *, seed: int = 3, sequence_length: int = 16) -> Blend:
     return open_corpora(
-        [(str(folder / "small"), 1.0)], sequence_length=sequence_length, seed=seed, vocab_size=135_040
+        [(str(folder / "small"), 1.0)],
+        SampleSpec(sequence_length=sequence_length, seed=seed, vocab_size=135_040),
     )
 
 
@@ -95,8 +96,10 @@ def test_orders_differ_by_seed_and_epoch_and_are_not_the_file(folder: Path) -> N
 def test_a_batch_does_not_depend_on_how_it_is_split(folder: Path, first: int, counts: list[int]) -> None:
     """Pipelines and micro-batches read sub-ranges, on other machines and after a resume."""
     sources = [(str(folder / "small"), 0.3), (str(folder / "large"), 0.7)]
-    whole = open_corpora(sources, sequence_length=8, seed=1, vocab_size=None).batch(first, sum(counts))
-    again = open_corpora(sources, sequence_length=8, seed=1, vocab_size=None)
+    whole = open_corpora(sources, SampleSpec(sequence_length=8, seed=1, vocab_size=None)).batch(
+        first, sum(counts)
+    )
+    again = open_corpora(sources, SampleSpec(sequence_length=8, seed=1, vocab_size=None))
     starts = first + np.cumsum([0, *counts])
     order = list(range(len(counts)))[::-1]
     parts = {number: again.batch(int(starts[number]), counts[number]).inputs for number in order}
@@ -115,7 +118,7 @@ def test_epoch_orders_are_evicted(folder: Path) -> None:
 
 def test_a_blend_reads_each_corpus_by_its_weight(folder: Path) -> None:
     sources = [(str(folder / "small"), 3.0), (str(folder / "large"), 1.0)]
-    blend = open_corpora(sources, sequence_length=8, seed=1, vocab_size=None)
+    blend = open_corpora(sources, SampleSpec(sequence_length=8, seed=1, vocab_size=None))
     assert blend.weights == (0.75, 0.25)
     from_large = [row.max() >= 5_000 for row in rows(blend, 0, 40)]
     assert sum(from_large) == 10
@@ -123,14 +126,18 @@ def test_a_blend_reads_each_corpus_by_its_weight(folder: Path) -> None:
 
 
 def test_the_same_corpus_twice_is_not_read_in_the_same_order(folder: Path) -> None:
-    twice = open_corpora([(str(folder / "small"), 1.0)] * 2, sequence_length=8, seed=1, vocab_size=None)
+    twice = open_corpora(
+        [(str(folder / "small"), 1.0)] * 2, SampleSpec(sequence_length=8, seed=1, vocab_size=None)
+    )
     read = rows(twice, 0, 40)
     assert not np.array_equal(read[0::2], read[1::2])
 
 
 def test_a_corpus_keeps_its_order_when_it_is_moved(folder: Path, tmp_path: Path) -> None:
     make_corpus(tmp_path / "elsewhere", 40)
-    moved = open_corpora([(str(tmp_path / "elsewhere"), 1.0)], sequence_length=16, seed=3, vocab_size=None)
+    moved = open_corpora(
+        [(str(tmp_path / "elsewhere"), 1.0)], SampleSpec(sequence_length=16, seed=3, vocab_size=None)
+    )
     assert np.array_equal(rows(moved, 0, 20), rows(open_small(folder), 0, 20))
 
 
@@ -138,9 +145,7 @@ def test_parts_of_a_split_share_no_document(folder: Path) -> None:
     def texts(part: str, seed: int) -> set[int]:
         blend = open_corpora(
             [(str(folder / "large"), 1.0)],
-            sequence_length=4,
-            seed=seed,
-            vocab_size=None,
+            SampleSpec(sequence_length=4, seed=seed, vocab_size=None),
             split=(0.8, 0.2),
             part=part,  # pyright: ignore[reportArgumentType]
         )
@@ -155,7 +160,7 @@ def test_parts_of_a_split_share_no_document(folder: Path) -> None:
 
 
 def rows_of(prefix: Path) -> list[int]:
-    blend = open_corpora([(str(prefix), 1.0)], sequence_length=1, seed=0, vocab_size=None)
+    blend = open_corpora([(str(prefix), 1.0)], SampleSpec(sequence_length=1, seed=0, vocab_size=None))
     dataset = blend.corpora[0].dataset
     return [token for token in dataset.tokens(0, dataset.num_tokens).tolist() if token != EOD]
 
@@ -168,7 +173,9 @@ def test_a_short_corpus_is_refused(folder: Path) -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_refused(folder: Path) -> None:
-    blend = open_corpora([(str(folder / "large"), 1.0)], sequence_length=8, seed=0, vocab_size=5_000)
+    blend = open_corpora(
+        [(str(folder / "large"), 1.0)], SampleSpec(sequence_length=8, seed=0, vocab_size=5_000)
+    )
     with pytest.raises(
         DataError, match=r"large: token id \d{4} is beyond the model's vocabulary of 5000; pre"
     ):
@@ -178,7 +185,9 @@ def test_ids_beyond_the_vocabulary_are_refused(folder: Path) -> None:
 def test_negative_ids_are_refused(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "corpus", dtype=np.dtype("<i4")) as writer:
         writer.add([5, -7, 5])
-    blend = open_corpora([(str(tmp_path / "corpus"), 1.0)], sequence_length=2, seed=0, vocab_size=None)
+    blend = open_corpora(
+        [(str(tmp_path / "corpus"), 1.0)], SampleSpec(sequence_length=2, seed=0, vocab_size=None)
+    )
     with pytest.raises(DataError, match="token id -7; wanted ids from 0 on"):
         blend.batch(0, 1)
 
@@ -186,11 +195,15 @@ def test_negative_ids_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_weights_must_be_above_zero(folder: Path, weight: float) -> None:
     with pytest.raises(DataError, match=r"small: weight .*; wanted a number above 0"):
-        open_corpora([(str(folder / "small"), weight)], sequence_length=8, seed=0, vocab_size=None)
+        open_corpora(
+            [(str(folder / "small"), weight)], SampleSpec(sequence_length=8, seed=0, vocab_size=None)
+        )
 
 
 def test_missing_corpora_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no corpora"):
-        open_corpora([], sequence_length=8, seed=0, vocab_size=None)
+        open_corpora([], SampleSpec(sequence_length=8, seed=0, vocab_size=None))
     with pytest.raises(DataError, match=r"absent: no .*absent\.bin"):
-        open_corpora([(str(tmp_path / "absent"), 1.0)], sequence_length=8, seed=0, vocab_size=None)
+        open_corpora(
+            [(str(tmp_path / "absent"), 1.0)], SampleSpec(sequence_length=8, seed=0, vocab_size=None)
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from tests.data.test_loader import make_corpus, rows
 from yuan_train.config.errors import DataError
 from yuan_train.data import loader
-from yuan_train.data.loader import Blend, NodeCache, open_corpora
+from yuan_train.data.loader import Blend, NodeCache, SampleSpec, open_corpora
 
 SIZES = {"numbers": (5, np.dtype(np.int64))}
 
@@ -26,11 +25,11 @@ def refuse(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def open_parts(prefix: Path) -> list[Blend]:
-    options: dict[str, Any] = {"sequence_length": 16, "seed": 3, "vocab_size": 135_040}
+    spec = SampleSpec(sequence_length=16, seed=3, vocab_size=135_040)
     return [
-        open_corpora([(str(prefix), 1.0)], **options),
-        open_corpora([(str(prefix), 1.0)], split=(0.8, 0.2), **options),
-        open_corpora([(str(prefix), 1.0)], split=(0.8, 0.2), part="validation", **options),
+        open_corpora([(str(prefix), 1.0)], spec),
+        open_corpora([(str(prefix), 1.0)], spec, split=(0.8, 0.2)),
+        open_corpora([(str(prefix), 1.0)], spec, split=(0.8, 0.2), part="validation"),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.run import DataConfig, Source, load_run
-from yuan_train.data.loader import Blend, open_corpora
+from yuan_train.data.loader import Blend, SampleSpec, open_corpora
 from yuan_train.data.rules import IGNORED, SampleRules, sample_rules
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import IGNORE_INDEX
@@ -27,12 +27,14 @@ def blend_of(run_file: Path, tokenizer: Tokenizer, *overrides: str, part: str = 
     run = load_run(run_file, tuple(f"data.{override}" for override in overrides))
     return open_corpora(
         [(source.prefix, source.weight) for source in run.data.train],
-        sequence_length=LENGTH,
-        seed=run.train.seed,
-        vocab_size=512,
+        SampleSpec(
+            sequence_length=LENGTH,
+            seed=run.train.seed,
+            vocab_size=512,
+            rules=sample_rules(run.data, tokenizer),
+        ),
         split=run.data.split,
         part=part,  # pyright: ignore[reportArgumentType]
-        rules=sample_rules(run.data, tokenizer),
     )
 
 

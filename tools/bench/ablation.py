@@ -23,7 +23,7 @@ from tools.bench.harness import Row, case
 from tools.bench.runs import bench_model
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.run import OptimizerConfig
-from yuan_train.data.loader import Blend, open_corpora
+from yuan_train.data.loader import Blend, SampleSpec, open_corpora
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.run import learning_rate
 
@@ -166,9 +166,11 @@ def ablation(
         train, test = (
             open_corpora(
                 [(data, 1.0)],
-                sequence_length=tokens,
-                seed=seed if part == "train" else 0,
-                vocab_size=model.vocab_size,
+                SampleSpec(
+                    sequence_length=tokens,
+                    seed=seed if part == "train" else 0,
+                    vocab_size=model.vocab_size,
+                ),
                 split=(0.95, 0.05),
                 part=part,
             )

@@ -36,7 +36,7 @@ from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.config.run import LogConfig, RunConfig, Source
 from yuan_train.data.indexed import HEADER, MAGIC, VERSION, IndexedWriter, bin_path, idx_path
-from yuan_train.data.loader import open_corpora
+from yuan_train.data.loader import SampleSpec, open_corpora
 from yuan_train.parallel import transport
 from yuan_train.parallel.executor import Executor
 from yuan_train.parallel.groups import Groups
@@ -385,7 +385,8 @@ def write_index(prefix: Path, num_documents: int) -> None:
 def measure_index(prefix: Path) -> Row:
     """Seconds of processor time to the first batch of a corpus, and the private memory that this takes."""
     held, start = private_bytes(), time.process_time()
-    blend = open_corpora([(str(prefix), 1.0)], sequence_length=4096, seed=1, vocab_size=None)
+    spec = SampleSpec(sequence_length=4096, seed=1, vocab_size=None)
+    blend = open_corpora([(str(prefix), 1.0)], spec)
     blend.batch(0, 4)
     seconds = time.process_time() - start
     return {"first batch s": seconds, "private MiB": (private_bytes() - held) / 2**20}

@@ -22,7 +22,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -246,10 +246,24 @@ class Part:
     """Their numbers, sorted; None: all documents of the file."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec:
+    """What samples are like, and the seed of their order, whatever corpora they are of."""
+
+    sequence_length: int
+    seed: int
+    vocab_size: int | None
+    """Ids from here on are refused; None: none is."""
+    rules: SampleRules | None = None
+    """Of each sample; validation data is not rearranged."""
+    loss_on_answers: bool = False
+    """Whether only tokens have a loss that preprocessing marked."""
+
+
 class Corpus:
     """Samples of S+1 tokens from some documents of a token file, in a new random order each epoch.
 
-    `seed` and `identity` determine the order; `identity` comes from the file's contents, so that a corpus
+    The seed and `identity` determine the order; `identity` comes from the file's contents, so that a corpus
     keeps its order when it is moved. An epoch's order takes 12 bytes a document: in the files of `cache`,
     which all processes of a node map, or without one in this process.
 
@@ -257,30 +271,20 @@ class Corpus:
     """
 
     def __init__(
-        self,
-        dataset: IndexedDataset,
-        *,
-        part: "Part",
-        sequence_length: int,
-        seed: int,
-        identity: str,
-        vocab_size: int | None,
-        rules: SampleRules | None = None,
-        cache: NodeCache | None = None,
-        answers: IndexedDataset | None = None,
+        self, dataset: IndexedDataset, spec: SampleSpec, part: "Part", identity: str, cache: NodeCache | None
     ) -> None:
-        """`answers`: which tokens are part of an answer, stored as the tokens are; see `open_answers`."""
-        assert sequence_length >= 1
-        self._answers = answers
-        self.rules = rules
+        """Raises DataError as well if answers are asked for and are not marked."""
+        assert spec.sequence_length >= 1
+        self._answers = open_answers(dataset) if spec.loss_on_answers else None
+        self._rules = spec.rules
         self.dataset = dataset
         self.prefix = dataset.prefix
-        self.sequence_length = sequence_length
+        self.sequence_length = sequence_length = spec.sequence_length
         self._part = part
         self._cache = cache
-        self._seed = seed
+        self._seed = spec.seed
         self._identity = identity
-        self._vocab_size = vocab_size
+        self._vocab_size = spec.vocab_size
         self._epochs: dict[int, EpochOrder] = {}
         self.num_tokens = part.num_tokens
         self.samples_per_epoch = samples_in(self.num_tokens, sequence_length)
@@ -315,13 +319,13 @@ class Corpus:
         Raises DataError when an id is beyond the vocabulary.
         """
         tokens = self.stored_sample(index)
-        if self.rules is None:
+        if self._rules is None:
             return tokens
-        return self.rules.rearrange(tokens, hash_key("fim", self._seed, self._identity, index))
+        return self._rules.rearrange(tokens, hash_key("fim", self._seed, self._identity, index))
 
     def targets(self, tokens: np.ndarray, index: int) -> np.ndarray:
         """Targets int64 [S] of sample `index` [S + 1]; IGNORED where rules or answers mask the loss."""
-        targets = tokens[1:] if self.rules is None else self.rules.targets(tokens)
+        targets = tokens[1:] if self._rules is None else self._rules.targets(tokens)
         if self._answers is None:
             return targets
         ranges = self._ranges(index)
@@ -356,7 +360,7 @@ class Corpus:
     @property
     def masks(self) -> bool:
         """Whether some tokens have no loss."""
-        return self._answers is not None or (self.rules is not None and self.rules.masks)
+        return self._answers is not None or (self._rules is not None and self._rules.masks)
 
     def _epoch(self, epoch: int) -> EpochOrder:
         if epoch not in self._epochs:
@@ -443,45 +447,31 @@ class Blend:
 
 def open_corpora(
     sources: Sequence[tuple[str, float]],
+    spec: SampleSpec,
     *,
-    sequence_length: int,
-    seed: int,
-    vocab_size: int | None,
     split: tuple[float, float] | None = None,
     part: Literal["train", "validation"] = "train",
-    rules: SampleRules | None = None,
-    loss_on_answers: bool = False,
 ) -> Blend:
     """Opens (prefix, weight) pairs as one blend; weights need not sum to one.
 
     With `split`, each corpus is divided by document into (train, validation) shares and `part` is read;
     without it `part` only gives the order another seed. The division depends on the corpus alone, not on the
-    seed: a document held out once stays held out in a later run. `rules` apply to each sample; validation
-    data is not rearranged. With `loss_on_answers` only tokens have a loss that preprocessing marked.
+    seed: a document held out once stays held out in a later run.
 
     Raises DataError for missing or incomplete files, weights that are not above zero, a share without
     documents, and a corpus shorter than one sample.
     """
     _check_sources(sources)
+    if spec.rules is not None and part == "validation":
+        spec = replace(spec, rules=spec.rules.without_fim())
     corpora = []
     identities: dict[str, int] = {}
     for prefix, _ in sources:
         dataset, content, cache = _open(prefix)
         # A corpus listed twice must not be read twice in the same order.
         copy = identities[content] = identities.get(content, -1) + 1
-        corpora.append(
-            Corpus(
-                dataset,
-                part=_part_of(dataset, split, part, content, cache),
-                sequence_length=sequence_length,
-                seed=seed,
-                identity=f"{content}/{copy}/{part}",
-                vocab_size=vocab_size,
-                rules=rules.without_fim() if rules is not None and part == "validation" else rules,
-                cache=cache,
-                answers=open_answers(dataset) if loss_on_answers else None,
-            )
-        )
+        documents = _part_of(dataset, split, part, content, cache)
+        corpora.append(Corpus(dataset, spec, documents, f"{content}/{copy}/{part}", cache))
     blend = Blend(corpora, [weight for _, weight in sources])
     for corpus, weight in zip(corpora, blend.weights, strict=True):
         logger.info(

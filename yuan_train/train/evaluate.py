@@ -11,7 +11,7 @@ import torch
 from yuan_train.checkpoint.load import Checkpoint, load_weights
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
-from yuan_train.data.loader import open_corpora
+from yuan_train.data.loader import SampleSpec, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.attention import find_resets
@@ -97,9 +97,8 @@ def evaluate(
         raise ConfigError(
             f"sequence_length: wanted 1 to {model.config.max_sequence_length}, got {sequence_length}"
         )
-    blend = open_corpora(
-        [(prefix, 1.0)], sequence_length=sequence_length, seed=0, vocab_size=model.config.vocab_size
-    )
+    spec = SampleSpec(sequence_length=sequence_length, seed=0, vocab_size=model.config.vocab_size)
+    blend = open_corpora([(prefix, 1.0)], spec)
     sequences = blend.corpora[0].samples_per_epoch
     if max_sequences:
         sequences = min(sequences, max_sequences)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoints
@@ -19,7 +18,7 @@ from yuan_train.config.express import check_engine
 from yuan_train.config.plan import Plan, RankPlan, node_of, single_card_plan
 from yuan_train.config.plan_constraints import check_compile, check_plan_of_run, check_precision, check_tiers
 from yuan_train.config.run import RunConfig
-from yuan_train.data.loader import Blend, Samples, open_corpora
+from yuan_train.data.loader import Blend, Samples, SampleSpec, open_corpora
 from yuan_train.data.pairs import read_pairs
 from yuan_train.data.rules import sample_rules
 from yuan_train.data.tokenizer import Tokenizer
@@ -216,8 +215,7 @@ def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Ble
             vocab_size=run.model.vocab_size,
             trained="end" if run.objective.kind == "reward" else "answer",
         ), None
-    opened = partial(
-        open_corpora,
+    spec = SampleSpec(
         sequence_length=data.sequence_length,
         seed=run.train.seed,
         vocab_size=run.model.vocab_size,
@@ -225,12 +223,13 @@ def open_data(run: RunConfig, tokenizer: Tokenizer | None) -> tuple[Samples, Ble
         loss_on_answers=data.loss_on_answers,
     )
     sources = [(source.prefix, source.weight) for source in data.train]
-    train = opened(sources, split=data.split)
+    train = open_corpora(sources, spec, split=data.split)
     if data.split is not None:
-        return train, opened(sources, split=data.split, part="validation")
+        return train, open_corpora(sources, spec, split=data.split, part="validation")
     if not data.validation:
         return train, None
-    return train, opened([(source.prefix, source.weight) for source in data.validation], part="validation")
+    held_out = [(source.prefix, source.weight) for source in data.validation]
+    return train, open_corpora(held_out, spec, part="validation")
 
 
 PCI = Path("/sys/bus/pci/devices")
