@@ -16,7 +16,7 @@ from yuan_train.data.chat import encode_chat
 from yuan_train.data.indexed import IndexedDataset
 from yuan_train.data.loader import SampleSpec, open_corpora
 from yuan_train.data.pairs import read_pairs
-from yuan_train.data.preprocess import preprocess
+from yuan_train.data.preprocess import DocumentFormat, preprocess
 from yuan_train.data.prompts import Prompt, read_prompts
 from yuan_train.data.rules import IGNORED
 from yuan_train.data.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def test_templates_that_rewrite_earlier_answers_are_refused(folder: Path, tmp_pa
 def test_only_answers_have_a_loss(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 4)
     chats.write_text(chats.read_text() + "\n")
-    done = preprocess([chats], folder, tmp_path / "chats", messages_key="messages", workers=1)
+    done = preprocess([chats], folder, tmp_path / "chats", DocumentFormat(messages_key="messages"), workers=1)
     assert (done.documents, done.empty, done.answer_tokens) == (4, 1, 4 * 10)
     tokens, is_answer = encode_chat(tokenizer, CHAT, "here")
     assert IndexedDataset(tmp_path / "chats").document(3).tolist() == tokens
@@ -112,7 +112,7 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             chats = write_lines(tmp_path / "bad.jsonl", [bad])
-            preprocess([chats], folder, tmp_path / "bad", messages_key="messages")
+            preprocess([chats], folder, tmp_path / "bad", DocumentFormat(messages_key="messages"))
         assert not list(tmp_path.glob("bad.*idx")), "nothing half-written"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.indexed import IndexedDataset
-from yuan_train.data.preprocess import preprocess
+from yuan_train.data.preprocess import DocumentFormat, preprocess
 from yuan_train.data.text import yuan_text
 from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -52,7 +52,7 @@ def test_one_sample_per_line(tmp_path: Path, tokenizer: Path) -> None:
     lines.write_text("\ufeffq[SEP]a<n>b\n\n<n>\nplain <s> text", encoding="utf-8")
     records = tmp_path / "records.jsonl"
     records.write_text(json.dumps({"text": "x<n>y<sep>z"}) + "\n")
-    done = preprocess([lines, records], tokenizer, tmp_path / "corpus", convention="yuan")
+    done = preprocess([lines, records], tokenizer, tmp_path / "corpus", DocumentFormat(convention="yuan"))
     assert texts_of(tmp_path / "corpus", tokenizer) == [
         "q<sep>a\nb<eod>",
         "plain <s> text<eod>",
@@ -77,7 +77,7 @@ def test_lines_that_are_refused(tmp_path: Path, tokenizer: Path, content: bytes,
     lines = tmp_path / "lines.txt"
     lines.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        preprocess([lines], tokenizer, tmp_path / "corpus", convention="yuan")
+        preprocess([lines], tokenizer, tmp_path / "corpus", DocumentFormat(convention="yuan"))
 
 
 def test_parquet(tmp_path: Path, tokenizer: Path) -> None:
@@ -87,15 +87,14 @@ def test_parquet(tmp_path: Path, tokenizer: Path) -> None:
     rows = [f"row {i}\n\u6e90" for i in range(3_000)]
     table = pyarrow.table({"content": [*rows, None, " "], "id": list(range(3_002))})
     parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=700)
-    done = preprocess(
-        [tmp_path / "rows.parquet"], tokenizer, tmp_path / "corpus", text_key="content", workers=2
-    )
+    form = DocumentFormat(text_key="content")
+    done = preprocess([tmp_path / "rows.parquet"], tokenizer, tmp_path / "corpus", form, workers=2)
     assert texts_of(tmp_path / "corpus", tokenizer) == [f"{row}<eod>" for row in rows]
     assert done.empty == 2
     with pytest.raises(DataError, match="no column 'text'; it has 'content', 'id'"):
         preprocess([tmp_path / "rows.parquet"], tokenizer, tmp_path / "corpus")
     with pytest.raises(DataError, match="rows.parquet:1: column 'id' holds int"):
-        preprocess([tmp_path / "rows.parquet"], tokenizer, tmp_path / "corpus", text_key="id")
+        preprocess([tmp_path / "rows.parquet"], tokenizer, tmp_path / "corpus", DocumentFormat(text_key="id"))
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:900])
     with pytest.raises(DataError, match="torn, or no parquet file"):
         preprocess([tmp_path / "torn.parquet"], tokenizer, tmp_path / "corpus")

@@ -11,7 +11,7 @@ from tests.support.project import write_lines
 from yuan_train.config.errors import DataError
 from yuan_train.data import preprocess as module
 from yuan_train.data.indexed import IndexedDataset, bin_path, idx_path
-from yuan_train.data.preprocess import preprocess
+from yuan_train.data.preprocess import DocumentFormat, preprocess
 from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 
 SOURCE = Path(json.__file__).parent / "decoder.py"
@@ -74,7 +74,7 @@ def test_bytes_do_not_depend_on_the_number_of_workers(
 
 def test_another_text_key(tmp_path: Path, tokenizer: Path) -> None:
     lines = write_lines(tmp_path / "lines.jsonl", [{"content": "x", "text": 3}])
-    preprocess([lines], tokenizer, tmp_path / "corpus", text_key="content")
+    preprocess([lines], tokenizer, tmp_path / "corpus", DocumentFormat(text_key="content"))
     assert read_texts(tmp_path / "corpus", tokenizer) == ["x"]
 
 

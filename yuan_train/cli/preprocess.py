@@ -42,16 +42,18 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Encodes and reports. Raises DataError for inputs that cannot be read, with file:line."""
-    from yuan_train.data.preprocess import preprocess
+    from yuan_train.data.preprocess import DocumentFormat, preprocess
 
     done = preprocess(
         arguments.input,
         arguments.tokenizer,
         arguments.out,
+        DocumentFormat(
+            text_key=arguments.text_key,
+            convention=arguments.convention,
+            messages_key=arguments.messages_key,
+        ),
         workers=arguments.workers,
-        text_key=arguments.text_key,
-        convention=arguments.convention,
-        messages_key=arguments.messages_key,
         report=_progress_line(),
     )
     for path in done.undecodable[:NAMED_FILES]:

@@ -54,15 +54,22 @@ class CorpusCounts:
     text_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class DocumentFormat:
+    """How input files hold documents; see `preprocess`."""
+
+    text_key: str = "text"
+    convention: Convention = "plain"
+    messages_key: str | None = None
+
+
 @dataclass(frozen=True)
 class _Encoder:
     """What a worker needs, in a form that can be pickled."""
 
     tokenizer: str
     digest: str
-    text_key: str
-    convention: Convention
-    messages_key: str | None
+    form: DocumentFormat
 
 
 @dataclass(frozen=True)
@@ -82,21 +89,19 @@ def preprocess(
     inputs: Sequence[str | Path],
     tokenizer: str | Path,
     prefix: str | Path,
+    form: DocumentFormat = DocumentFormat(),
     *,
     workers: int = 1,
-    text_key: str = "text",
-    convention: Convention = "plain",
-    messages_key: str | None = None,
     report: Callable[[CorpusCounts], None] | None = None,
 ) -> Preprocessed:
     """Encodes the documents of `inputs` to `PREFIX.bin` and `PREFIX.idx`.
 
-    A `.jsonl` or `.parquet` file holds one document per line or row, under `text_key`; any other file is one
-    document, or under the convention `yuan` one sample per line (`text.yuan_text`), in which `<sep>` and the
-    other special strings become their ids. Otherwise special strings are encoded as text. Blank documents and
-    files that are not UTF-8 are skipped and counted. `report` is called after every chunk.
+    A `.jsonl` or `.parquet` file holds one document per line or row, under the form's `text_key`; any other
+    file is one document, or under the convention `yuan` one sample per line (`text.yuan_text`), in which
+    `<sep>` and the other special strings become their ids. Otherwise special strings are encoded as text.
+    Blank documents and files that are not UTF-8 are skipped and counted. `report` is called after each chunk.
 
-    With `messages_key`, each line of a `.jsonl` file is a chat: a list of messages under that key, which the
+    With a `messages_key`, each line of a `.jsonl` file is a chat: a list of messages under it, which the
     tokenizer's chat template renders. Then `PREFIX.answers.bin` and `.idx` say which tokens are part of an
     answer, for `data.loss_on_answers`.
 
@@ -108,13 +113,13 @@ def preprocess(
     check_inputs(inputs)
     loaded = Tokenizer.load(tokenizer)
     dtype = token_dtype(loaded.vocab_size)
-    encoder = _Encoder(str(loaded.path), loaded.digest, text_key, convention, messages_key)
-    items = read_items(inputs, text_key=text_key, convention=convention)
+    encoder = _Encoder(str(loaded.path), loaded.digest, form)
+    items = read_items(inputs, text_key=form.text_key, convention=form.convention)
     empty, text_bytes, answer_tokens, undecodable = 0, 0, 0, list[str]()
     with ExitStack() as stack:
         writer = stack.enter_context(IndexedWriter(prefix, dtype=dtype))
         answers = None
-        if messages_key is not None:
+        if form.messages_key is not None:
             # Committed before the tokens, which are of no use without them.
             answers = stack.enter_context(IndexedWriter(answers_prefix(prefix), dtype=np.dtype(np.uint8)))
         for encoded in _encode_in_order(encoder, _chunks(items), workers):
@@ -136,7 +141,7 @@ def preprocess(
         vocab_size=loaded.vocab_size,
         dtype=dtype.name,
         bin_bytes=bin_path(prefix).stat().st_size,
-        answer_tokens=None if messages_key is None else answer_tokens,
+        answer_tokens=None if form.messages_key is None else answer_tokens,
     )
 
 
@@ -194,14 +199,14 @@ def _loaded(tokenizer: str, digest: str) -> Tokenizer:
 
 
 def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
-    tokenizer = _loaded(encoder.tokenizer, encoder.digest)
+    tokenizer, form = _loaded(encoder.tokenizer, encoder.digest), encoder.form
     documents: list[np.ndarray] = []
     answers: list[np.ndarray] = []
     undecodable: list[str] = []
     empty, text_bytes = 0, 0
     for item in chunk:
-        if encoder.messages_key is not None:
-            chat = _encode_messages(tokenizer, item, encoder.messages_key)
+        if form.messages_key is not None:
+            chat = _encode_messages(tokenizer, item, form.messages_key)
             if chat is None:
                 empty += 1
             else:
@@ -209,13 +214,13 @@ def _encode_chunk(encoder: _Encoder, chunk: list[Item]) -> _Encoded:
                 answers.append(chat[1])
                 text_bytes += item.size_bytes
             continue
-        text = decode_item(item, text_key=encoder.text_key, convention=encoder.convention)
+        text = decode_item(item, text_key=form.text_key, convention=form.convention)
         if text is None:
             undecodable.append(item.path)
         elif not text.strip():
             empty += 1
         else:
-            documents.append(_encode_document(tokenizer, text, item, encoder.convention))
+            documents.append(_encode_document(tokenizer, text, item, form.convention))
             text_bytes += item.size_bytes
     dtype = token_dtype(tokenizer.vocab_size)
     return _Encoded(
