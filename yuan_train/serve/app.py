@@ -64,7 +64,7 @@ class TokenTexts:
 
 @dataclass
 class Delta:
-    """What came to an answer since the last piece."""
+    """What came to an answer since the last one."""
 
     text: str
     tokens: list[TokenText]
@@ -84,7 +84,7 @@ class Completion:
     finish_reason: Literal["stop", "length"] | None = None
     _tokens: list[TokenText] = field(default_factory=list[TokenText])
     _taken: int = 0
-    """Ids that pieces had."""
+    """Ids that deltas had."""
     _ready: str = ""
     """Text that no further token changes."""
     _shown: int = 0
@@ -113,9 +113,9 @@ class Completion:
         text = self._ready[self._shown :]
         if not text and self.finish_reason is None:
             return None
-        piece = Delta(text, self._tokens, self.ids[self._taken :])
+        delta = Delta(text, self._tokens, self.ids[self._taken :])
         self._shown, self._taken, self._tokens = len(self._ready), len(self.ids), []
-        return piece
+        return delta
 
     def _read(self) -> None:
         """Find the text so far, where a stop string cuts it, and how much of it stays."""
@@ -174,13 +174,13 @@ class Reply:
         """The body of a request that is not streamed, once it is done."""
         choices: list[dict[str, Any]] = []
         for answer in self.answers.values():
-            piece = answer.take()
-            assert piece is not None
+            delta = answer.take()
+            assert delta is not None
             if self._call.is_chat:
-                message = {"role": "assistant", "content": piece.text, "refusal": None}
-                choice = self._choice(answer, piece) | {"message": message}
+                message = {"role": "assistant", "content": delta.text, "refusal": None}
+                choice = self._choice(answer, delta) | {"message": message}
             else:
-                choice = self._choice(answer, piece) | {"text": self._call.echoes[answer.index] + piece.text}
+                choice = self._choice(answer, delta) | {"text": self._call.echoes[answer.index] + delta.text}
             choices.append(choice)
         kind = "chat.completion" if self._call.is_chat else "text_completion"
         return self._head | {"object": kind, "choices": choices, "usage": self._usage()}
@@ -200,11 +200,11 @@ class Reply:
 
     def chunk(self, answer: Completion) -> dict[str, Any] | None:
         """What is new of a streamed answer; None if nothing is."""
-        piece = answer.take()
-        if piece is None:
+        delta = answer.take()
+        if delta is None:
             return None
-        text = {"delta": {"content": piece.text}} if self._call.is_chat else {"text": piece.text}
-        return self._chunk(self._choice(answer, piece) | text)
+        text = {"delta": {"content": delta.text}} if self._call.is_chat else {"text": delta.text}
+        return self._chunk(self._choice(answer, delta) | text)
 
     def last_chunks(self) -> list[dict[str, Any]]:
         """What a stream ends with."""
@@ -218,7 +218,7 @@ class Reply:
         whole = {"finish_reason": None, "logprobs": None} | choice
         return self._head | {"object": kind, "choices": [whole]}
 
-    def _choice(self, answer: Completion, piece: Delta) -> dict[str, Any]:
+    def _choice(self, answer: Completion, delta: Delta) -> dict[str, Any]:
         asked = self._call.asked[answer.index]
         found: dict[str, Any] = {
             "index": answer.index,
@@ -227,10 +227,10 @@ class Reply:
         }
         if asked.alternatives is not None:
             found["logprobs"] = (
-                _chat_log_probs(piece.tokens) if self._call.is_chat else self._log_probs(answer, piece.tokens)
+                _chat_log_probs(delta.tokens) if self._call.is_chat else self._log_probs(answer, delta.tokens)
             )
         if self._call.with_ids:
-            found["token_ids"] = piece.ids
+            found["token_ids"] = delta.ids
             found["prompt_token_ids"] = list(asked.prompt_ids)
         return found
 
