@@ -25,7 +25,8 @@ def price_of(tables: Tables, draft: DraftTable) -> Any:
     price, price_draft = _Price(), evaluator.load_library().price_draft
     price_draft.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_void_p]
     pointers = ctypes.addressof(draft), ctypes.addressof(price)
-    failed = price_draft(tables.evaluator.pointer, pointers[0], math.inf, pointers[1])
+    with tables.evaluator.borrowed() as own:
+        failed = price_draft(own, pointers[0], math.inf, pointers[1])
     assert failed >= 0, "memory"
     return None if failed else price
 

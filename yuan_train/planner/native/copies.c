@@ -216,7 +216,6 @@ struct placement *find_placement(struct placements *all, const struct sending *w
     own->num_steps = num_steps;
     memcpy(own->steps, steps, sizeof *steps * (size_t)num_steps);
     find_positions(own);
-    all->num_positions += own->num_positions;
     own->fits = place(own);
     if (own->fits)
         drop_idle(own);

@@ -152,14 +152,17 @@ struct found {
     struct draft *drafts; /* each with room for `most_stages`, and as many pipelines as the problem has cards */
 };
 
+/* A whole search, from random drafts and the given ones or from these alone after layers are dealt to their stages; or
+ * a part of one: the first, second or third annealing of what is given. */
+enum part { WHOLE = 0, DEALS = 1, HOT = 2, WARM = 3, COLD = 4 };
+
 /* What a search begins with, besides random drafts, and how long it lasts. */
 struct wish {
     int64_t budget; /* four for each draft that is priced whole, one for others */
     uint64_t seed;
     int32_t num_given;
     const struct draft *given; /* drafts that are known */
-    int32_t goes_on;           /* from these alone, without random ones */
-    int32_t deals;             /* to these alone, after layers are dealt to their stages */
+    int32_t part;
 };
 
 /* The same drafts for the same arguments on all machines. 0, or -1 without memory. */

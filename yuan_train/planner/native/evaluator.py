@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from ctypes import POINTER, byref, c_double, c_int, c_void_p
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from yuan_train.planner.native.library import constant, declared, load_library, structure, with_types
 
 NUM_WIDTHS, NUM_SIZES, NUM_RECOMPUTES, MAX_REPLICAS = map(
     constant, ("NUM_WIDTHS", "NUM_SIZES", "NUM_RECOMPUTES", "MAX_REPLICAS")
 )
+WHOLE, DEALS, HOT, WARM, COLD = map(constant, ("WHOLE", "DEALS", "HOT", "WARM", "COLD"))
+"""What of a search is done, see `native/evaluate.h`."""
 
 
 @declared("unit_table")
@@ -32,6 +38,16 @@ class RouteTable(ctypes.Structure):
 @declared("problem")
 class ProblemTable(ctypes.Structure):
     """What is planned for."""
+
+
+NUM_PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+T = TypeVar("T")
+
+
+def run_together(work: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+    """As `map`, with a thread for each processor: the core works outside of Python's lock."""
+    with ThreadPoolExecutor(NUM_PROCESSORS) as pool:
+        return list(pool.map(work, *arguments))
 
 
 def most_stages(problem: ProblemTable) -> int:
@@ -117,15 +133,24 @@ def _core() -> ctypes.CDLL:
 
 
 class Evaluator:
-    """Prices drafts of a problem; freed with this object."""
+    """Prices drafts of a problem, for several threads at a time; freed with this object."""
 
     def __init__(self, problem: ProblemTable) -> None:
         self._problem = problem
-        self.pointer = _core().make_evaluator(byref(problem))
-        """Of the evaluator in the core's memory."""
-        if not self.pointer:
-            raise MemoryError("no memory to price plans")
-        weakref.finalize(self, _core().free_evaluator, self.pointer)
+        self._idle: list[int] = []
+
+    @contextmanager
+    def borrowed(self) -> Generator[int]:
+        """Where in the core's memory an evaluator is that nobody else uses meanwhile."""
+        try:
+            pointer = self._idle.pop()
+        except IndexError:
+            pointer = _core().make_evaluator(byref(self._problem))
+            if not pointer:
+                raise MemoryError("no memory to price plans") from None
+            weakref.finalize(self, _core().free_evaluator, pointer)
+        yield pointer
+        self._idle.append(pointer)
 
     def search(
         self,
@@ -135,12 +160,9 @@ class Evaluator:
         budget: int,
         seed: int,
         room: int,
-        goes_on: bool = False,
-        deals: bool = False,
+        part: int = WHOLE,
     ) -> NativeFound:
-        """The fastest `room` drafts that a search of so many priced drafts finds; it begins with those that
-        are given, and with random ones unless it `goes_on` from the given ones alone, or deals
-        layers to their stages first."""
+        """The fastest `room` drafts that a search, or a part of it, of so many priced drafts finds."""
         cards = self._problem.num_cards + 1
         drafts = (DraftTable * room)()
         most = most_stages(self._problem) + 1
@@ -149,8 +171,10 @@ class Evaluator:
             draft.pipelines, draft.stages = pipelines, stages
         steps = (c_double * room)()
         found = _Found(0, room, 0, steps, drafts)
-        wish = _Wish(budget, seed, len(given), (DraftTable * max(len(given), 1))(*given), goes_on, deals)
-        if _core().search_drafts(self.pointer, byref(space), byref(wish), byref(found)):
+        wish = _Wish(budget, seed, len(given), (DraftTable * max(len(given), 1))(*given), part)
+        with self.borrowed() as pointer:
+            failed = _core().search_drafts(pointer, byref(space), byref(wish), byref(found))
+        if failed:
             raise MemoryError("no memory to search for plans")
         return NativeFound(
             steps=tuple(steps[: found.count]),
@@ -169,5 +193,7 @@ class Evaluator:
 
     def prove(self, space: SpaceTable, shape: ProofShape, state: ProofState) -> None:
         """Look for a plan of a shape below `state.best`, which then has it; a spent budget proves nothing."""
-        if _core().prove_shape(self.pointer, byref(space), byref(shape), byref(state)):
+        with self.borrowed() as pointer:
+            failed = _core().prove_shape(pointer, byref(space), byref(shape), byref(state))
+        if failed:
             raise MemoryError("no memory to prove a plan")

@@ -241,12 +241,18 @@ static double neighbour(struct search *search, struct draft *draft, double step,
     return found;
 }
 
+/* The temperatures, as parts of the step, between which a search anneals, and its small moves after a large one. */
+static const struct heat {
+    double hottest, coldest;
+    int32_t tries;
+} HEATS[] = {[HOT] = {0.02, 2e-4, 12}, [WARM] = {0.01, 2e-5, 20}, [COLD] = {1e-4, 1e-7, 20}};
+
 /* Anneal a draft: longer steps are taken with a probability that falls with the temperature, a part of the step. */
-static double anneal(struct search *search, struct draft *draft, double step, int64_t budget, double hottest,
-                     double coldest, int32_t tries)
+static double anneal(struct search *search, struct draft *draft, double step, int64_t budget, enum part part)
 {
     enum { EPOCHS = 64 };
-    double fastest = step, temperature = hottest, factor = coldest / hottest;
+    const struct heat *heat = &HEATS[part];
+    double fastest = step, temperature = heat->hottest, factor = heat->coldest / heat->hottest;
     int64_t begun = search->spent, epoch = 0;
     struct draft *candidate = &search->candidate, *best = &search->best;
     for (int32_t i = EPOCHS; i > 1; i /= 2)
@@ -256,7 +262,7 @@ static double anneal(struct search *search, struct draft *draft, double step, in
         for (; epoch < (search->spent - begun) * EPOCHS / budget; epoch++)
             temperature *= factor;
         copy_draft(candidate, draft);
-        double limit, found = neighbour(search, candidate, step, temperature, tries, &limit);
+        double limit, found = neighbour(search, candidate, step, temperature, heat->tries, &limit);
         if (found > limit)
             continue;
         step = found;
@@ -331,35 +337,34 @@ static void find_starts(struct search *search, struct found *starts, const struc
 {
     struct draft *draft = &search->candidate;
     int64_t budget = wish->budget / 5;
-    for (int32_t i = 0; wish->deals && i < wish->num_given; i++) {
+    for (int32_t i = 0; wish->part == DEALS && i < wish->num_given; i++) {
         copy_draft(draft, &wish->given[i]);
         for (int32_t p = 0; p < draft->num_pipelines; p++)
             deal_layers(search, draft, p);
         try_start(search, starts, draft);
     }
-    for (int64_t tries = 0; !wish->deals && search->spent < budget && tries < 4 * budget + 1000; tries++)
+    for (int64_t tries = 0; wish->part == WHOLE && search->spent < budget && tries < 4 * budget + 1000; tries++)
         if (draw_start(search, draft))
             try_start(search, starts, draft);
 }
 
 static void run_search(struct search *search, struct found *starts, const struct wish *wish)
 {
-    if (!wish->deals)
+    if (wish->part == WHOLE)
         take_given(search, starts, wish);
-    if (!wish->goes_on)
-        find_starts(search, starts, wish);
+    find_starts(search, starts, wish);
     int64_t left = wish->budget - search->spent;
     sort_drafts(starts, starts->count);
     int32_t count = starts->count < NUM_ANNEALED ? starts->count : NUM_ANNEALED;
     for (int32_t i = 0; i < count; i++)
-        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], left * 3 / 8 / count, 0.02, 2e-4, 12);
+        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], left * 3 / 8 / count, HOT);
     sort_drafts(starts, count);
     int32_t finalists = count < NUM_FINALISTS ? count : NUM_FINALISTS;
     for (int32_t i = 0; i < finalists; i++)
-        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], left / 2 / finalists, 0.01, 2e-5, 20);
+        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], left / 2 / finalists, WARM);
     sort_drafts(starts, finalists);
     if (finalists)
-        anneal(search, &starts->drafts[0], starts->steps[0], left / 8, 1e-4, 1e-7, 20);
+        anneal(search, &starts->drafts[0], starts->steps[0], left / 8, COLD);
 }
 
 /* Take moves of whole types, one or two at a time, that make a draft faster, until so much is spent; its step. */
@@ -406,11 +411,11 @@ static void run_large_search(struct search *search, struct found *starts, const 
     enum { ANNEALED = 5, BY_TYPES = 8 };
     int64_t budget = wish->budget;
     struct draft *draft = &search->candidate;
-    if (wish->deals)
+    if (wish->part == DEALS)
         find_starts(search, starts, wish);
     else
         take_given(search, starts, wish);
-    int64_t most_tries = wish->deals || wish->goes_on ? 0 : 4 * budget + 1000;
+    int64_t most_tries = wish->part == DEALS ? 0 : 4 * budget + 1000;
     for (int64_t tries = 0; search->spent < budget / 5 && tries < most_tries; tries++) {
         if (!draw_start(search, draft))
             continue;
@@ -430,10 +435,23 @@ static void run_large_search(struct search *search, struct found *starts, const 
     sort_drafts(starts, starts->count);
     int32_t count = starts->count < ANNEALED ? starts->count : ANNEALED;
     for (int32_t i = 0; i < count; i++)
-        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], budget / 4 / count, 0.02, 2e-4, 12);
+        starts->steps[i] = anneal(search, &starts->drafts[i], starts->steps[i], budget / 4 / count, HOT);
     sort_drafts(starts, count);
     if (count)
-        anneal(search, &starts->drafts[0], starts->steps[0], budget * 3 / 10, 0.01, 1e-5, 20);
+        anneal(search, &starts->drafts[0], starts->steps[0], budget * 3 / 10, WARM);
+}
+
+/* Anneal the drafts that are given. */
+static void run_part(struct search *search, struct draft *draft, const struct wish *wish)
+{
+    for (int32_t i = 0; i < wish->num_given; i++) {
+        if (fold_draft(&wish->given[i], draft))
+            continue;
+        double step = step_of(search, draft, INFINITY);
+        keep(search, draft, step);
+        if (step < IMPOSSIBLE)
+            anneal(search, draft, step, (wish->budget - search->spent) / (wish->num_given - i), wish->part);
+    }
 }
 
 int search_drafts(struct evaluator *evaluator, const struct space *space, const struct wish *wish,
@@ -465,15 +483,18 @@ int search_drafts(struct evaluator *evaluator, const struct space *space, const 
     for (int32_t i = 0; i < NUM_STARTS; i++)
         starts.drafts[i] = take_draft(problem, arena);
     found->count = 0;
+    int64_t played = evaluator->num_played;
     evaluator->is_searching = 1;
     measure_memory(&search);
-    if (is_large(problem))
+    if (wish->part > DEALS)
+        run_part(&search, &starts.drafts[0], wish);
+    else if (is_large(problem))
         run_large_search(&search, &starts, wish);
     else
         run_search(&search, &starts, wish);
     evaluator->is_searching = 0;
     sort_drafts(found, found->count);
-    found->num_priced = evaluator->num_played;
+    found->num_priced = evaluator->num_played - played;
     release(arena);
     return 0;
 }

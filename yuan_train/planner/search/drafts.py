@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from ctypes import c_uint8
 from dataclasses import dataclass
+from functools import partial
 
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of
@@ -69,10 +70,13 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
     costs, options = space.costs, space.options
     sizes, found = options.all_sizes, list[Candidate]()
     any_fits, num_priced, num_cards = False, 0, len(space.cards)
-    most = options.effort * max(BUDGET_PER_CARD * min(num_cards, FEW_CARDS), LEAST_BUDGET)
-    budget = int(min(most * min(1.0, FEW_CARDS / num_cards), BUDGET_PER_SECOND * space.limit.seconds))
+    most = max(BUDGET_PER_CARD * min(num_cards, FEW_CARDS), LEAST_BUDGET)
+    # More effort begins with a normal search, so that it ends in no slower plan.
+    efforts = sorted({min(options.effort, 1.0), options.effort})
     # The core has room for so many sizes at a time.
-    for first in range(0, len(sizes), core.NUM_SIZES):
+    for first, effort in itertools.product(range(0, len(sizes), core.NUM_SIZES), efforts):
+        own = effort * most * min(1.0, FEW_CARDS / num_cards)
+        budget = int(min(own, BUDGET_PER_SECOND * space.limit.seconds))
         some = sizes[first : first + core.NUM_SIZES]
         tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
         if tables is None:
@@ -81,17 +85,18 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         # At most so many of the shapes, in even steps.
         count = min(len(shapes), MOST_SHAPES)
         drafts = [draft_of_shape(tables, shapes[i * len(shapes) // count]) for i in range(count)]
-        shaped = [draft for draft in drafts if draft is not None]
+        shaped = [(0.0, draft) for draft in drafts if draft is not None]
         wanted = draft_space(options, costs.problem)
         pools = search_space(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards)
-        # Those that keep to the cards may be preferred to faster ones.
-        tops = (pool[:n] for pool, n in zip(pools, (NUM_JUDGED, NUM_JUDGED_BESIDE), strict=True))
+        # Those that keep to the cards, or but for state, may be preferred to faster ones.
+        counts = (NUM_JUDGED, NUM_JUDGED_BESIDE, NUM_JUDGED_BESIDE)
+        tops = (pool[:n] for pool, n in zip(pools, counts, strict=True))
         near = [draft for top in tops for step, draft in top if step <= NEAR * top[0][0]]
         plans = (plan_of(tables, draft) for draft in near)
         if options.offload_disk:
             plans = (with_disks(costs, plan) for plan in plans)
         found += [one for plan in plans if (one := judge(space, plan)) is not None]
-        any_fits, num_priced = any_fits or search.any_fits, num_priced + search.num_priced
+        any_fits, num_priced = any_fits or search.any_fits, num_priced + sum(search.priced)
     return FoundDrafts(tuple(found), any_fits=any_fits, num_priced=num_priced)
 
 
@@ -125,49 +130,48 @@ def is_short(tables: Tables, draft: core.DraftTable) -> bool:
     return used < tables.problem.num_cards or any(row.num_recomputed for row in rows)
 
 
+def sends_away(draft: core.DraftTable) -> bool:
+    """Whether activations of a stage lie on its hosts."""
+    return any(row.away for row in draft.stages[: draft.num_stages])
+
+
 _Known = tuple[float, core.DraftTable]
 """A draft, and its step in seconds."""
+_Begin = tuple[core.SpaceTable, Sequence[_Known]]
+"""What a search may choose, and what it begins with."""
 
 
 class _Search:
-    """Searches of the core, one after another, each with random numbers of its own."""
+    """Searches of the core, each with its own random numbers, as many at a time as there are processors."""
 
     def __init__(self, tables: Tables, budget: int, stopped: Callable[[], bool]) -> None:
         self.tables, self.budget, self.stopped = tables, budget, stopped
-        self.num_searches, self.num_priced, self.any_fits = 0, 0, False
+        self.num_searches, self.any_fits, self.priced = 0, False, list[int]()
 
-    def run(
-        self,
-        space: core.SpaceTable,
-        share: float,
-        given: Sequence[_Known] = (),
-        *,
-        goes_on: bool = False,
-        deals: bool = False,
-    ) -> list[_Known]:
-        """The fastest drafts of a search of that share of the budget, which begins with the given ones, and
-        unless it `goes_on` from them alone, or deals their layers, with random ones."""
-        self.num_searches += 1
-        if (self.stopped() and self.any_fits) or ((goes_on or deals) and not given):
+    def run(self, begins: Sequence[_Begin], share: float, part: int = core.WHOLE) -> list[list[_Known]]:
+        """The fastest drafts of each of several that take, whole or in part, that share of the budget."""
+        first = FIRST_SEED + self.num_searches + 1
+        self.num_searches += len(begins)
+        one = partial(self._run_one, budget=int(self.budget * share), part=part)
+        return core.run_together(one, begins, itertools.count(first))
+
+    def _run_one(self, begin: _Begin, seed: int, *, budget: int, part: int) -> list[_Known]:
+        space, given = begin[0], [draft for _, draft in begin[1]]
+        if (self.stopped() and self.any_fits) or (part != core.WHOLE and not given):
             return []
         found = self.tables.evaluator.search(
-            space,
-            [draft for _, draft in given],
-            budget=int(self.budget * share),
-            seed=FIRST_SEED + self.num_searches,
-            room=NUM_JUDGED,
-            goes_on=goes_on,
-            deals=deals,
+            space, given, budget=budget, seed=seed, room=NUM_JUDGED, part=part
         )
-        self.num_priced = found.num_priced
+        self.priced.append(found.num_priced)
         self.any_fits = self.any_fits or bool(found.steps)
         return _fastest(list(zip(found.steps, found.drafts, strict=True)))
 
 
 def search_space(
-    search: _Search, space: core.SpaceTable, shaped: Sequence[core.DraftTable], *, keeps_to_cards: bool
-) -> tuple[list[_Known], list[_Known]]:
-    """The fastest drafts that keep to the cards, and those with something beside them.
+    search: _Search, space: core.SpaceTable, shaped: Sequence[_Known], *, keeps_to_cards: bool
+) -> tuple[list[_Known], list[_Known], list[_Known]]:
+    """The fastest drafts that keep to the cards, those with something beside them, and where that is not only
+    state those with state alone.
 
     Single searches end in unlike structures, whose steps differ by some percent: the fastest of several is
     worth more than one that is longer, and the last one goes on from it. Some run under 1F1B alone: under
@@ -180,16 +184,16 @@ def search_space(
     spaces = [space.changed(schedules=schedules, may_offload=0, may_send=0) for schedules in sets]
     hosts, later = space.changed(schedules=others), list[list[_Known]]()
     found, beside = _restarted(search, spaces), list[_Known]()
-    found.append(search.run(spaces[0], OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
+    found += search.run([(spaces[0], shaped)], OF_SHAPES, core.DEALS)
     on_cards = _continued(search, spaces[-1], found)
     if space.may_offload or space.may_send:
-        found = [search.run(hosts, RESTART, on_cards[:NUM_GIVEN], goes_on=True)]
+        found = [_annealed(search, hosts, RESTART, on_cards)]
         short = not on_cards or is_short(search.tables, on_cards[0][1])
         if short:
             found += _restarted(search, [space.changed(schedules=schedules) for schedules in sets])
-            for row in (row for draft in shaped for row in draft.stages[: draft.num_stages]):
+            for row in (row for _, draft in shaped for row in draft.stages[: draft.num_stages]):
                 row.may_offload = space.may_offload
-            found.append(search.run(hosts, OF_SHAPES, [(0.0, draft) for draft in shaped], deals=True))
+            found += search.run([(hosts, shaped)], OF_SHAPES, core.DEALS)
         beside = _fastest(list(itertools.chain(*found)))
         most = PROMISING_BESIDE if keeps_to_cards and on_cards else 1.0
         if beside and (not on_cards or beside[0][0] < most * on_cards[0][0]):
@@ -199,25 +203,28 @@ def search_space(
     if space.schedules & VIRTUAL:
         own = space.changed(schedules=VIRTUAL, may_send=0, may_offload=space.may_offload * (not on_cards))
         known = _fastest([*on_cards, *beside])
-        split = search.run(own, RESTART, known[:NUM_GIVEN])
+        split = search.run([(own, known[:NUM_GIVEN])], RESTART)[0]
         if split and (only or split[0][0] < PROMISING_VIRTUAL * known[0][0]):
             split = _continued(search, own, [split])
         on_cards = split if only else _fastest([*on_cards, *split])
     # Where memory is short, a short search of hosts says little of a long one.
     if later and not only:
         beside = _continued(search, hosts, later)
-    return on_cards, [] if only else beside
+    if only or not beside or not sends_away(beside[0][1]):
+        return on_cards, [] if only else beside, []
+    alone = _fastest([one for run in (*found, beside) for one in run if not sends_away(one[1])])
+    return on_cards, beside, _annealed(search, hosts.changed(may_send=0), RESTART, alone)
 
 
 def _restarted(search: _Search, spaces: Sequence[core.SpaceTable]) -> list[list[_Known]]:
     """What searches of each space find, and more of the one whose drafts are faster."""
     small = search.tables.problem.num_cards <= SMALL_CARDS
     times, share = (SMALL_TIMES, RESTART / 2) if small else (1, RESTART)
-    found = [[search.run(own, share) for _ in range(times * NUM_RESTARTS)] for own in spaces]
+    runs = search.run([(own, ()) for own in spaces for _ in range(times * NUM_RESTARTS)], share)
+    found = [runs[i : i + times * NUM_RESTARTS] for i in range(0, len(runs), times * NUM_RESTARTS)]
     steps = [min((step for run in own for step, _ in run), default=math.inf) for own in found]
     better = spaces[steps.index(min(steps))]
-    further = [search.run(better, share) for _ in range(times * MORE_RESTARTS)]
-    return [run for own in (*found, further) for run in own]
+    return [*runs, *search.run([(better, ())] * (times * MORE_RESTARTS), share)]
 
 
 def _continued(search: _Search, space: core.SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
@@ -226,12 +233,23 @@ def _continued(search: _Search, space: core.SpaceTable, found: Sequence[list[_Kn
     for number in range(1, MOST_ROUNDS + 1 if runs else 1):
         # Those of one search are much alike.
         firsts = _fastest([run[0] for run in runs])
-        runs.append(search.run(space, GOING_ON, firsts[:NUM_GIVEN], goes_on=True))
+        runs.append(_annealed(search, space, GOING_ON, firsts))
         gains = bool(runs[-1]) and runs[-1][0][0] <= firsts[0][0] * (1 - LEAST_GAIN)
         runs = [run for run in runs if run]
         if number >= LEAST_ROUNDS and not gains:
             break
     return _fastest(list(itertools.chain(*runs)))
+
+
+def _annealed(search: _Search, space: core.SpaceTable, share: float, given: Sequence[_Known]) -> list[_Known]:
+    """The fastest drafts after the given ones are annealed, ever fewer and ever colder."""
+    firsts, found = given, list[_Known]()
+    for part, own, most in ((core.HOT, 3 / 8, NUM_GIVEN), (core.WARM, 1 / 2, 3), (core.COLD, 1 / 8, 1)):
+        begins = [(space, [one]) for one in firsts[:most]]
+        runs = search.run(begins, share * own / max(len(begins), 1), part)
+        firsts = _fastest([run[0] for run in runs if run])
+        found += itertools.chain(*runs)
+    return _fastest(found)
 
 
 def _fastest(found: Sequence[_Known]) -> list[_Known]:

@@ -7,11 +7,12 @@ move changes them in all islands. What does not divide stays idle. `cost_plan` h
 plan.
 
 Hosts are searched where state takes much of all memory: on from the fastest drafts on cards, or from the
-beginning where none fits.
+beginning where none fits. It stands alone because few cards need none of it.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.planner.costs.plan_problem import plan_on_cards
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
-from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
+from yuan_train.planner.native.evaluator import DraftTable, SpaceTable, run_together
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.drafts import FEW_CARDS, draft_space
@@ -93,7 +94,8 @@ def search_islands(space: Space) -> list[Candidate]:
     if few or _is_special(options) or costs.topology.dedicated or costs.topology.measured:
         return []
     budgets = _budgets_of(space)
-    searched = [one.searched(budgets.first, seed=1) for one in _islands(space, budgets)]
+    first = functools.partial(_Island.searched, budget=budgets.first, seed=1)
+    searched = run_together(first, _islands(space, budgets))
     found = _searched_longer(space, searched, budgets)
     if found and not space.is_over():
         found[0] = found[0].searched(budgets.longer // 2, seed=3)
@@ -144,8 +146,11 @@ def _searched_longer(space: Space, searched: Sequence[_Island], budgets: _Budget
     best = [
         one for one in ranked[: budgets.num_finalists] if one.steps[0] <= WORTH_LONGER * ranked[0].steps[0]
     ]
-    longer = [one if space.is_over() else one.searched(budgets.longer, seed=2) for one in best]
-    return sorted(longer, key=lambda one: one.steps[0])
+
+    def search(one: _Island) -> _Island:
+        return one if space.is_over() else one.searched(budgets.longer, seed=2)
+
+    return sorted(run_together(search, best), key=lambda one: one.steps[0])
 
 
 def _searched_beside(space: Space, islands: Sequence[_Island], budgets: _Budgets) -> list[_Island]:
@@ -167,7 +172,7 @@ def _while_it_gains(space: Space, islands: Sequence[_Island], budgets: _Budgets,
             break
         before = min(one.steps[0] if one.steps else math.inf for one in found)
         budget = budgets.longer // 2 if number < LEAST_ROUNDS else budgets.longer
-        searched = [one.searched(budget, seed=seed + number) for one in found]
+        searched = run_together(functools.partial(_Island.searched, budget=budget, seed=seed + number), found)
         found = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])[:1] or found
         gains = bool(found[0].steps) and found[0].steps[0] <= before * (1 - WORTH_A_ROUND)
         if number + 1 >= (LEAST_ROUNDS if found[0].steps else ROUNDS_TO_FIT) and not gains:
