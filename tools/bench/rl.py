@@ -27,7 +27,7 @@ from yuan_train.config.devices import DeviceType
 from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, ReferencePlan, RlPlan, RolePlan, RolePlans, save_rl_plan
-from yuan_train.planner.roles.play import FlowTimes, Play, play
+from yuan_train.schedule.flow import FlowTimes, Play, play
 
 NEARNESS = 0.15
 """The largest error of a forecast of a step, and of an idle share."""

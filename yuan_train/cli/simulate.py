@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.evaluate.plan_cost import PlanCost
     from yuan_train.planner.evaluate.simulator import Simulation, StageTimes
-    from yuan_train.planner.roles.play import Play
+    from yuan_train.schedule.flow import Play
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -367,7 +367,7 @@ def _priced(arguments: argparse.Namespace, plan: RlPlan) -> Play:
 
 def _of_forecast(plan: RlPlan) -> Play:
     """The flow with the seconds of the plan's forecast."""
-    from yuan_train.planner.roles.play import FlowTimes, play
+    from yuan_train.schedule.flow import FlowTimes, play
 
     forecast, shared = plan.forecast, plan.roles.generation.is_shared
     if forecast is None:

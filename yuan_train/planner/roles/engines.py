@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from yuan_train.config.architecture import is_trained, is_whole_adapter, layer_table
+from yuan_train.config.architecture import is_whole_adapter
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision, usable_bytes
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ModelConfig, is_trained, layer_table
 from yuan_train.config.profile import GenerationProfile
 from yuan_train.planner.costs.links import Topology, find_route, message_seconds
 from yuan_train.planner.costs.workload import ELEMENT_BYTES

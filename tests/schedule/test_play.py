@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from yuan_train.planner.roles.play import FlowTimes, play
+from yuan_train.schedule.flow import FlowTimes, play
 
 
 def times_of(generate: float, train: float, *, score: float = 0.0, publish: float = 0.0):
