@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.memory import kept_bytes
 from tests.support.models import VARIANTS, tiny_model
-from yuan_train.config.architecture import is_trained, sharding_of
-from yuan_train.config.model import LoraConfig, ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig, is_trained, sharding_of
 from yuan_train.models.experts import Choice, Router
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import tensor

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.models import VARIANTS, tiny_model
-from yuan_train.config.architecture import find_parameter, sharding_of
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.model import find_parameter, sharding_of
 from yuan_train.models import initial
 from yuan_train.models.attention import find_resets
 from yuan_train.models.initial import initial_rows, initial_weight

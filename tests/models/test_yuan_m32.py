@@ -14,9 +14,8 @@ from tests.support.models import tiny_model
 from tests.support.yuan_hf import read_published, same_bits
 from yuan_train.checkpoint.hf import Imported, export_hf, import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
-from yuan_train.config.architecture import find_parameter
 from yuan_train.config.errors import CheckpointError
-from yuan_train.config.model import ModelConfig, load_model, validate_model
+from yuan_train.config.model import ModelConfig, find_parameter, load_model, validate_model
 from yuan_train.models import experts as moe
 from yuan_train.models.architectures.yuan import published_layout
 from yuan_train.models.generate import Sampling, generate

@@ -12,7 +12,7 @@ import torch
 from tests.support.models import VARIANTS, tiny_model
 from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
-from yuan_train.config.architecture import sharding_of
+from yuan_train.config.model import sharding_of
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads

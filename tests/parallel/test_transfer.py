@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tests.parallel.test_grid import run_of
 from tests.support.models import VARIANTS, tiny_model
 from tests.support.project import parse_plan, stage_text
-from yuan_train.config.architecture import sharding_of
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.models.transformer import Transformer, init_weights

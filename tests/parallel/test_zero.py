@@ -12,7 +12,7 @@ import torch
 
 from tests.parallel.test_grid import run_of
 from tests.support.project import parse_plan
-from yuan_train.config.architecture import sharding_of
+from yuan_train.config.model import sharding_of
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import RunConfig
 from yuan_train.models.initial import initial_rows

@@ -10,7 +10,7 @@ from tests.rl.test_rl_critic import tensors_of
 from tests.rl.test_rl_plans import PLANS, cases_of, check
 from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_close, read_lines, roles_of, run_rl, run_rl_cases, write_rl
-from yuan_train.config.architecture import is_trained
+from yuan_train.config.model import is_trained
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.rl.engines import weight_buckets
 

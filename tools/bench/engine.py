@@ -25,9 +25,8 @@ from tests.support.project import make_plan
 from tests.support.spawn import as_rank, free_port
 from tools.bench.harness import Row, case
 from tools.bench.runs import bench_model, make_run, wide_plan
-from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import Backend
-from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.model import ModelConfig, load_model, sharding_of
 from yuan_train.config.plan import Plan, StagePlan, single_card_plan
 from yuan_train.config.run import Recompute, RunConfig
 from yuan_train.models.compiled import compile_blocks

@@ -31,9 +31,8 @@ from yuan_train.checkpoint.hf import (
 from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
 from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.checkpoint.stream import LazyTensor, save_streamed, write_safetensors
-from yuan_train.config.architecture import adapted
 from yuan_train.config.errors import CheckpointError
-from yuan_train.config.model import LoraConfig, ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig, adapted
 from yuan_train.models.published import TensorMapping, format_of
 
 CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -1,7 +1,7 @@
-"""What an architecture is: its parameters, its work and its constraints, without torch.
+"""What an architecture says of a layer, without torch: its parameters and its work; and where it is said.
 
-An architecture is a file of `yuan_train/models/architectures`: it has a `ModelSpec`, and the published format
-(`models/published.py`), if there is one.
+An architecture is a file of `yuan_train/models/architectures`: it has a `ModelSpec` (`config/model.py`), and
+the published format (`models/published.py`), if there is one.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import functools
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from yuan_train.config.errors import CheckpointError, Violation
-
-if TYPE_CHECKING:
-    from yuan_train.config.model import ModelConfig
+from yuan_train.config.errors import CheckpointError
 
 FOLDER = "yuan_train.models.architectures"
 
@@ -131,44 +128,12 @@ class SublayerWork:
         return 2 * self.products + 2 * sequence_length * self.scores
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """One architecture, without torch."""
-
-    title: str
-    """As messages name it: `Yuan 2.0`."""
-    takes: frozenset[str]
-    """Fields of `ModelConfig` that not all architectures have."""
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Of fields whose default depends on the architecture."""
-    projections: Literal["interleaved", "grouped"]
-    """How weights hold queries, keys and values (`models/attention.py`)."""
-    constraints: Callable[[ModelConfig], Iterator[Violation]]
-    layer: Callable[[ModelConfig], tuple[ParameterSpec, ...]]
-    """The parameters of a layer; names are inside the layer."""
-    sublayers: Callable[[ModelConfig], tuple[SublayerWork, SublayerWork]]
-    """The work of attention and of the feed-forward."""
-    tensor_sizes: Callable[[ModelConfig], dict[str, int]]
-    """The sizes that a tensor-parallel group shards, by name; its width must divide each."""
-    held_experts: Callable[[ModelConfig, int, int], SublayerWork] | None = None
-    """Of an architecture with experts: the work of the feed-forward on a rank that holds so many experts of a
-    layer, and is given so many rows of each token. Their all-reduces are the group's."""
-
-
 @functools.cache
 def architectures() -> tuple[str, ...]:
     """The names of all architectures."""
     return tuple(
         sorted(found.name for found in pkgutil.iter_modules(importlib.import_module(FOLDER).__path__))
     )
-
-
-@functools.cache
-def find_spec(architecture: str) -> ModelSpec:
-    """The spec of an architecture. Raises KeyError if there is none of this name."""
-    if architecture not in architectures():
-        raise KeyError(architecture)
-    return find_module(architecture).SPEC
 
 
 def find_module(architecture: str) -> ModuleType:
@@ -194,28 +159,6 @@ def model_types() -> dict[str, str]:
     return {kind: own for own in architectures() for kind in getattr(find_module(own), "MODEL_TYPES", ())}
 
 
-def ends(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """The parameters outside the layers, in order: embedding, final norm, untied head or score."""
-    matrix = (model.vocab_size, model.hidden_size)
-    drawn = Normal(model.init_std)
-    found = (
-        ParameterSpec(name="embedding.weight", shape=matrix, sharding="vocabulary", initial=drawn),
-        norm("final_norm.weight", model.hidden_size),
-    )
-    if model.output == "value":
-        # A vector: replicated like a norm's weight, and without weight decay.
-        shape = (model.hidden_size,)
-        return (*found, ParameterSpec(name="score.weight", shape=shape, sharding="whole", initial=drawn))
-    if model.tie_embeddings:
-        return found
-    return (*found, ParameterSpec(name="head.weight", shape=matrix, sharding="vocabulary", initial=drawn))
-
-
-def norm(name: str, size: int) -> ParameterSpec:
-    """The weight of a norm over the hidden state."""
-    return ParameterSpec(name=name, shape=(size,), sharding="whole", initial=Constant(1.0))
-
-
 ADAPTERS = ("lora_a", "lora_b")
 """The last words of the names of adapters, which are named beside their matrix's `weight`."""
 
@@ -225,79 +168,11 @@ WHOLE_ADAPTERS = (("column", "lora_a"), ("row", "lora_b"))
 its gradient: of the rows, or of the columns, that it holds."""
 
 
-def layer_table(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """The parameters of a layer, each matrix followed by its adapters, if it has some.
-
-    A is drawn as Kaiming's rule has it for `a = sqrt(5)`, as the paper's code does, and B is zero.
-    """
-    if model.lora is None:
-        return model.spec.layer(model)
-    table: list[ParameterSpec] = []
-    for parameter in model.spec.layer(model):
-        table.append(parameter)
-        if parameter.name.removesuffix(".weight") in adapted(model):
-            table += _adapters_of(parameter, model.lora.rank)
-    return tuple(table)
-
-
-def _adapters_of(weight: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:
-    """A [rank, in] and B [out, rank] of a matrix [out, in]; sharded with it, see `parallel/shard.py`."""
-    module, (rows, columns) = weight.name.rpartition(".")[0], weight.shape
-    drawn = Uniform(1.0 / math.sqrt(columns))
-    return (
-        ParameterSpec(
-            name=f"{module}.lora_a", shape=(rank, columns), sharding=weight.sharding, initial=drawn
-        ),
-        ParameterSpec(
-            name=f"{module}.lora_b",
-            shape=(rows, rank),
-            sharding=weight.sharding,
-            initial=Constant(0.0),
-            blocks=weight.blocks,
-        ),
-    )
-
-
 def is_whole_adapter(parameter: ParameterSpec) -> bool:
     """Whether every rank of a tensor-parallel group has this adapter in full: the one that neither reads a
     part of the input nor makes a part of the output."""
     kind = parameter.name.rpartition(".")[2]
     return (parameter.sharding, kind) in WHOLE_ADAPTERS
-
-
-def adaptable(model: ModelConfig) -> tuple[str, ...]:
-    """The linear maps of a layer that may have adapters, by their names inside the layer."""
-    return tuple(
-        parameter.name.removesuffix(".weight")
-        for parameter in model.spec.layer(model)
-        if parameter.sharding in ("column", "row") and len(parameter.shape) == 2
-    )
-
-
-def adapted(model: ModelConfig) -> tuple[str, ...]:
-    """The linear maps of a layer that have adapters, by their names inside the layer."""
-    if model.lora is None:
-        return ()
-    targets = model.lora.targets
-    return tuple(name for name in adaptable(model) if not targets or name.rpartition(".")[2] in targets)
-
-
-def is_trained(model: ModelConfig, name: str) -> bool:
-    """Whether a parameter is trained, given its name: of a model with adapters these alone, and a score."""
-    return model.lora is None or name.rpartition(".")[2] in ADAPTERS or name == "score.weight"
-
-
-def find_parameter(model: ModelConfig, name: str) -> ParameterSpec:
-    """A parameter by its global name, such as `layers.3.attention.out.weight`. Raises KeyError."""
-    layers, _, rest = name.partition(".")
-    inside = rest.partition(".")[2] if layers == "layers" else name
-    return _by_name(model, layers == "layers")[inside]
-
-
-@functools.lru_cache(maxsize=16)
-def _by_name(model: ModelConfig, in_layers: bool) -> dict[str, ParameterSpec]:
-    found = layer_table(model) if in_layers else ends(model)
-    return {parameter.name: parameter for parameter in found}
 
 
 HALVES: tuple[Literal["attention"], Literal["feed_forward"]] = ("attention", "feed_forward")
@@ -308,17 +183,3 @@ def half_of(module: str) -> Literal["attention", "feed_forward"]:
     """The half of a layer that a module of it belongs to, by its name inside the layer."""
     first = module.partition(".")[0]
     return "attention" if first in ("attention_norm", "filter", "attention") else "feed_forward"
-
-
-def sharding_of(model: ModelConfig) -> tuple[dict[str, str], dict[str, int]]:
-    """How each module is sharded, and the blocks of its weight where there are several.
-
-    Both by pattern of module names (`fnmatch`; `*` is the number of a layer); each module matches one.
-    """
-    table = [(f"layers.*.{parameter.name}", parameter) for parameter in layer_table(model)]
-    table += [(parameter.name, parameter) for parameter in ends(model)]
-    modules = {name.rpartition(".")[0]: parameter for name, parameter in table}
-    return (
-        {module: parameter.sharding for module, parameter in modules.items()},
-        {module: parameter.blocks for module, parameter in modules.items() if parameter.blocks > 1},
-    )

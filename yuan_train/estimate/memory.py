@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from yuan_train.config.architecture import adaptable
 from yuan_train.config.devices import CATALOGUE, MEMORY_FRACTION, DeviceType, Precision, usable_bytes
-from yuan_train.config.model import LoraConfig, ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig, adaptable
 from yuan_train.config.plan import MemoryForecast
 from yuan_train.config.run import Recompute
 from yuan_train.estimate.shape import ModelShape

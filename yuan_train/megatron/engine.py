@@ -1,9 +1,8 @@
 """megatron-core behind the training loop's `Engine`: its schedule, messages, gradients and optimizer.
 
-Masters and moments of megatron-core's optimizers as boxes of global tensors.
-
-Each parameter has its optimizer state on this rank as a run [start, end) of its elements: all of them, or
-under the distributed optimizer this rank's part, which may be none.
+A checkpoint has its masters and moments as boxes of global tensors. Each parameter has its optimizer state on
+this rank as a run [start, end) of its elements: all of them, or under the distributed optimizer this rank's
+part, which may be none. It stands alone because no other engine needs megatron-core.
 """
 
 from __future__ import annotations

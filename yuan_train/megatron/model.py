@@ -1,10 +1,8 @@
 """This rank's chunks of the model, as megatron-core builds them, under our names.
 
-The micro-batches of a pass, under the number that megatron-core carries through its schedule.
-
 megatron-core hands a layer one tensor besides the hidden state, the attention mask, also when it computes the
-layer again in the backward. Ours is the number of a micro-batch, on the host: positions, documents and the
-seed of dropout are found by it.
+layer again in the backward. Ours is the number of a micro-batch of the pass, on the host: positions,
+documents and the seed of dropout are found by it. It stands alone because it knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from yuan_kernels import ops
 
-from yuan_train.config.architecture import sharding_of
 from yuan_train.config.express import Expression
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.megatron import core
 from yuan_train.models.attention import DocumentRanges

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from yuan_train.config.architecture import Constant, Uniform, find_parameter
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.architecture import Constant, Uniform
+from yuan_train.config.model import ModelConfig, find_parameter
 
 BLOCK_ELEMENTS = 1 << 22
 """Elements that are drawn at a time, 16 MiB."""

@@ -6,16 +6,8 @@ D = head size.
 
 from __future__ import annotations
 
-from yuan_train.config.architecture import (
-    Constant,
-    Kept,
-    Normal,
-    ParameterSpec,
-    Sharding,
-    SublayerWork,
-    norm,
-)
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.architecture import Constant, Kept, Normal, ParameterSpec, Sharding, SublayerWork
+from yuan_train.config.model import ModelConfig, norm
 
 
 def feed_forward(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import PlanError
+from yuan_train.config.model import is_trained
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.deferred import DeferredWeightGrads, take_over_weight_grads

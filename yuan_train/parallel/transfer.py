@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from yuan_train.config.architecture import ParameterSpec, ends, half_of, layer_table
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.architecture import ParameterSpec, half_of
+from yuan_train.config.model import ModelConfig, ends, layer_table
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.shard import Shard, find_shard
 

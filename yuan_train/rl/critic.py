@@ -16,8 +16,8 @@ from torch import Tensor
 
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoints, load_tensors
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.architecture import is_trained
 from yuan_train.config.errors import CheckpointError, TrainingError
+from yuan_train.config.model import is_trained
 from yuan_train.config.rl import CriticConfig
 from yuan_train.models.transformer import Transformer
 from yuan_train.objectives.losses import value_loss

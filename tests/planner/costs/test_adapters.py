@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from tests.planner.by_hand import pipeline, plan_on
-from yuan_train.config.architecture import is_trained, layer_table, sharding_of
 from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import LoraConfig, ModelConfig
+from yuan_train.config.model import LoraConfig, ModelConfig, is_trained, layer_table, sharding_of
 from yuan_train.config.plan import Plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config import architecture
 from yuan_train.config.devices import DeviceType, Precision
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ModelConfig, layer_table
 from yuan_train.config.run import Recompute
 
 ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -330,7 +330,7 @@ def _with_adapters(
     ]
     found = [
         p
-        for p in architecture.layer_table(model)
+        for p in layer_table(model)
         if p.name.endswith(architecture.ADAPTERS) and architecture.half_of(p.name) in names
     ]
     trained = sum(p.size for p in found)
