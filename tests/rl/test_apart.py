@@ -44,7 +44,7 @@ from yuan_train.rl.apart import (
 )
 from yuan_train.rl.engines import Channel
 from yuan_train.rl.experience import Sample, Ticket
-from yuan_train.rl.generator import Drawing, EngineClock, GenerationEngine, NotFiniteDraw
+from yuan_train.rl.generator import EngineClock, GenerationEngine, NotFiniteDraw, SamplingParams
 from yuan_train.rl.job import check_supported
 from yuan_train.rl.scoring import Requests
 from yuan_train.supervise import launched
@@ -302,7 +302,7 @@ class Counter:
 
 def test_engines_draw_each_ticket_once_and_those_of_a_lost_one_are_known() -> None:
     store = cast(Any, Counter())
-    offers, drawing = Offers(store, 2), Drawing(seed=0, max_new_tokens=4, stop_ids=frozenset())
+    offers, params = Offers(store, 2), SamplingParams(seed=0, max_new_tokens=4, stop_ids=frozenset())
     ends = [(Mail(), Mail()) for _ in range(2)]
     desks: list[Desk] = []
     for number, (here, there) in enumerate(ends):
@@ -311,7 +311,7 @@ def test_engines_draw_each_ticket_once_and_those_of_a_lost_one_are_known() -> No
     channels = [Channel(cast(RankLink, here), 0) for here, _ in ends]
 
     def offer(*numbers: int) -> None:
-        message = ("offer", offers.make([Ticket(n, (1,), 2) for n in numbers], drawing))
+        message = ("offer", offers.make([Ticket(n, (1,), 2) for n in numbers], params))
         for channel in channels:
             channel.send(message)
 
@@ -408,7 +408,7 @@ def test_an_engine_tells_the_policy_of_weights_at_fault_alone() -> None:
     def served(failure: TrainingError) -> list[Any]:
         told: list[Any] = []
 
-        def generate(tickets: object, drawing: object, talk: object) -> None:
+        def generate(tickets: object, params: object, talk: object) -> None:
             raise failure
 
         server = object.__new__(_Server)

@@ -35,7 +35,7 @@ from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.rl.experience import Ticket
-from yuan_train.rl.generator import Drawing
+from yuan_train.rl.generator import SamplingParams
 from yuan_train.rl.job import check_supported
 from yuan_train.rl.servers import InferenceServer, LostServer, read_sample
 
@@ -340,7 +340,7 @@ def test_what_sglang_is_asked(tmp_path: Path) -> None:
     with faking() as fake:
         fake.answers = lambda body: told
         found = asking(fake, tmp_path, "sglang").answer(
-            Ticket(3, (7, 8), 2), Drawing(seed=0, max_new_tokens=5, stop_ids=frozenset([1]))
+            Ticket(3, (7, 8), 2), SamplingParams(seed=0, max_new_tokens=5, stop_ids=frozenset([1]))
         )
     assert [(one.ids, one.log_probs, one.ended) for one in found] == [((9, 1), (-0.5, -0.1), "stop")] * 2
     path, body = fake.asked[0]
@@ -377,14 +377,14 @@ ODD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 def test_an_odd_reply_is_refused(tmp_path: Path) -> None:
     """And ends the run, as below."""
-    drawing = Drawing(seed=0, max_new_tokens=5, stop_ids=frozenset(range(1, 7)))
+    params = SamplingParams(seed=0, max_new_tokens=5, stop_ids=frozenset(range(1, 7)))
     with faking() as fake:
         server = asking(fake, tmp_path, "vllm")
-        assert len(server.answer(Ticket(3, (7, 8), 4), drawing)) == 4
+        assert len(server.answer(Ticket(3, (7, 8), 4), params)) == 4
         for name, (answers, why) in ODD.items():
             fake.answers = answers
             with pytest.raises(TrainingError) as ended:
-                server.answer(Ticket(3, (7, 8), 4), drawing)
+                server.answer(Ticket(3, (7, 8), 4), params)
             assert f"{fake.url}/v1/completions: wanted" in str(ended.value), name
             assert why in str(ended.value), name
 
@@ -417,29 +417,29 @@ def test_all_ranks_end_with_what_a_server_did(tmp_path: Path) -> None:
 
 
 def test_a_server_in_trouble_is_lost_or_ends_the_run(tmp_path: Path) -> None:
-    ticket, drawing = Ticket(3, (7, 8), 2), Drawing(seed=0, max_new_tokens=5, stop_ids=frozenset([1]))
+    ticket, params = Ticket(3, (7, 8), 2), SamplingParams(seed=0, max_new_tokens=5, stop_ids=frozenset([1]))
     with faking() as fake:
         server = asking(fake, tmp_path, "vllm", timeout="2 s")
         fake.status = 503
         with pytest.raises(LostServer, match="status 503"):
-            server.answer(ticket, drawing)
+            server.answer(ticket, params)
         fake.status = 400
         with pytest.raises(TrainingError, match="/v1/completions: status 400"):
-            server.answer(ticket, drawing)
+            server.answer(ticket, params)
         # A full queue is waited for.
         fake.status = 429
         threading.Timer(0.5, lambda: setattr(fake, "status", 200)).start()
-        assert len(server.answer(ticket, drawing)) == 2
+        assert len(server.answer(ticket, params)) == 2
         fake.answers = lambda body: time.sleep(4)
         with pytest.raises(LostServer, match="timed out"):
-            server.answer(ticket, drawing)
+            server.answer(ticket, params)
     with pytest.raises(LostServer, match="cannot be reached"):
-        server.answer(ticket, drawing)
+        server.answer(ticket, params)
 
 
 def test_rounding_above_0_is_none() -> None:
-    drawing = Drawing(seed=0, max_new_tokens=2, stop_ids=frozenset())
-    found = read_sample(Ticket(0, (1,), 1), 0, [5, 6], [1e-7, -1], drawing, vocab_size=7)
+    params = SamplingParams(seed=0, max_new_tokens=2, stop_ids=frozenset())
+    found = read_sample(Ticket(0, (1,), 1), 0, [5, 6], [1e-7, -1], params, vocab_size=7)
     assert found.log_probs == (0.0, -1.0) and found.ended == "limit"
 
 

@@ -39,7 +39,7 @@ from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.experience import Ticket
-from yuan_train.rl.generator import Drawing, EngineShape, GenerationEngine
+from yuan_train.rl.generator import EngineShape, GenerationEngine, SamplingParams
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CORE = "0"
@@ -302,8 +302,8 @@ def _ours(
         ranks=None,
     )
     tickets = [Ticket(number, tuple(ids), 1) for number, ids in enumerate(prompts.tolist())]
-    drawing = Drawing(seed=0, max_new_tokens=new_tokens, stop_ids=frozenset(), greedy=greedy)
-    return lambda: [list(sample.ids) for sample in engine.generate(tickets, drawing)]
+    params = SamplingParams(seed=0, max_new_tokens=new_tokens, stop_ids=frozenset(), greedy=greedy)
+    return lambda: [list(sample.ids) for sample in engine.generate(tickets, params)]
 
 
 def _theirs(

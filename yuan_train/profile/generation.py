@@ -1,7 +1,8 @@
 """Measures what a run of reinforcement learning does beside the policy's training, for a profile.
 
 Rounds and readings are those of the real engine, at two depths: their difference is a layer's, and the rest
-of the deeper one is the ends' and what the engine does beside the model.
+of the deeper one is the ends' and what the engine does beside the model. It stands alone because only here is
+the engine that generates needed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import Simulated
+from yuan_train.config.model import sharding_of
 from yuan_train.config.plan import one_stage_plan
 from yuan_train.config.profile import BatchProfile, GenerationProfile
 from yuan_train.config.rl import RLConfig
@@ -35,7 +36,7 @@ from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_p
 from yuan_train.profile.units import ProfileCase, all_agree, num_layers_in_a_row, trimmed_mean
 from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.experience import Group, Sample, Ticket, make_rows
-from yuan_train.rl.generator import Drawing, EngineShape, GenerationEngine
+from yuan_train.rl.generator import EngineShape, GenerationEngine, SamplingParams
 from yuan_train.rl.helpers import Scorers
 from yuan_train.rl.updates import token_advantages
 from yuan_train.schedule.schedules import forward_only
@@ -170,7 +171,7 @@ def _round(case: ProfileCase, runtime: RankRuntime, *, slots: int, length: int) 
     tickets = _tickets(case, 1, length, slots)
 
     def call() -> list[float]:
-        engine.generate(tickets, _drawing(ROUNDS + 1))
+        engine.generate(tickets, _params(ROUNDS + 1))
         return engine.clock.round_seconds
 
     return call
@@ -187,14 +188,14 @@ def _reading(
     tickets = _tickets(case, count, length, group)
 
     def call() -> list[float]:
-        engine.generate(tickets, _drawing(2))
+        engine.generate(tickets, _params(2))
         return [engine.clock.reading_seconds]
 
     return call
 
 
-def _drawing(new_tokens: int) -> Drawing:
-    return Drawing(seed=0, max_new_tokens=new_tokens, stop_ids=frozenset())
+def _params(new_tokens: int) -> SamplingParams:
+    return SamplingParams(seed=0, max_new_tokens=new_tokens, stop_ids=frozenset())
 
 
 def _head_seconds(case: ProfileCase, model: Transformer, slots: int) -> float:

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from yuan_kernels import ops
 
-from yuan_train.config.architecture import sharding_of
 from yuan_train.config.devices import Simulated, find_card
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import PROCESSOR
 from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute

@@ -59,10 +59,10 @@ from yuan_train.rl.engines import (
 from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.generator import (
-    Drawing,
-    DrawnByTicket,
     EngineClock,
     NotFiniteDraw,
+    SamplerByTicket,
+    SamplingParams,
     TurnReply,
     make_engine,
     pipeline_group,
@@ -122,7 +122,7 @@ class Offer:
 
     number: int
     tickets: Sequence[Ticket]
-    drawing: Drawing
+    params: SamplingParams
 
 
 class Offers:
@@ -152,9 +152,9 @@ class Offers:
         drawn = sum(speed.tickets / speed.seconds for speed in speeds if speed.seconds)
         return round(PART_LEFT * drawn * slower * longest)
 
-    def make(self, tickets: Sequence[Ticket], drawing: Drawing) -> Offer:
+    def make(self, tickets: Sequence[Ticket], params: SamplingParams) -> Offer:
         """Offer tickets, behind all that were offered before."""
-        offer = Offer(self._count, tickets, drawing)
+        offer = Offer(self._count, tickets, params)
         self._count += 1
         self._places |= {ticket.number: (offer.number, place) for place, ticket in enumerate(tickets)}
         return offer
@@ -180,7 +180,7 @@ class Desk:
         self, channel: Channel, store: dist.Store, engine: int, talk: Conversation | None = None
     ) -> None:
         self._talk = talk
-        self._opening: dict[int | str, tuple[Ticket, Drawing, dict[int, Said]]] = {}
+        self._opening: dict[int | str, tuple[Ticket, SamplingParams, dict[int, Said]]] = {}
         """Tickets whose environments are being made, and what these have said."""
         if talk is not None and talk.environments is not None:
             talk.environments.deliver = lambda said: self._inbox.put(-1, said)
@@ -194,7 +194,7 @@ class Desk:
         """The last tickets of an offer that this engine leaves to others."""
         self._left: set[int] = set()
         """Offers of which it has left them."""
-        self._drawn: tuple[Ticket, Drawing] | None = None
+        self._drawn: tuple[Ticket, SamplingParams] | None = None
         """This engine's next one."""
 
     def has_news(self, num_free: int) -> bool:
@@ -207,7 +207,7 @@ class Desk:
         return sum(ticket.count for ticket, _, _ in self._opening.values())
 
     def orders(self, num_free: int, *, wait: bool) -> list[Sequence[Any]]:
-        """What the engine is to do now, in order: ("weights", version), ("answer", ticket, drawing) for as
+        """What the engine is to do now, in order: ("weights", version), ("answer", ticket, params) for as
         many tickets as fill the free slots, or ("stop",); of environments ("reply", reply) and ("fault",
         ticket, why). `wait`: until there is something.
 
@@ -235,12 +235,12 @@ class Desk:
                     return found
             while num_free > 0 and self._draw():
                 assert self._drawn is not None
-                (ticket, drawing), self._drawn = self._drawn, None
+                (ticket, params), self._drawn = self._drawn, None
                 num_free -= ticket.count
                 if self._talk is None:
-                    found.append(("answer", ticket, drawing))
+                    found.append(("answer", ticket, params))
                     continue
-                self._opening[ticket.number] = (ticket, drawing, {})
+                self._opening[ticket.number] = (ticket, params, {})
                 self._talk.ask_for(ticket)
             if found or not wait:
                 return found
@@ -251,13 +251,13 @@ class Desk:
         ticket, number = said.key
         if ticket not in self._opening:
             return [("reply", self._talk.reply(said))]
-        asked, drawing, told = self._opening[ticket]
+        asked, params, told = self._opening[ticket]
         told[number] = said
         if len(told) < asked.count:
             return []
         del self._opening[ticket]
         opened = self._talk.opened(asked, [told[n].told for n in range(asked.count)])
-        return [("fault", asked, opened) if isinstance(opened, str) else ("answer", opened, drawing)]
+        return [("fault", asked, opened) if isinstance(opened, str) else ("answer", opened, params)]
 
     def _draw(self) -> bool:
         """Whether a ticket is this engine's next one, which is drawn if there is none."""
@@ -273,7 +273,7 @@ class Desk:
             place = self._store.add(counter, 1) - 1
             if place < size:
                 self._store.set(_name(offer.number, place), str(self._engine))
-                self._drawn = offer.tickets[place], offer.drawing
+                self._drawn = offer.tickets[place], offer.params
                 break
             del self._offered[offer.number]
         return self._drawn is not None
@@ -387,7 +387,7 @@ class RemoteCollector(Collector):
         """Of each ticket since the last batch."""
         self._told_early: dict[int | str, _ToldOfTicket] = {}
         """The same of tickets that no batch has taken yet."""
-        self._open: dict[int | str, tuple[Ticket, Drawing]] = {}
+        self._open: dict[int | str, tuple[Ticket, SamplingParams]] = {}
         """On the controller: what is asked and not answered; if its engine is lost, another one is asked."""
         self._leavers: tuple[int, ...] = ()
         """In flight: the engines when they were told what to leave to others."""
@@ -404,7 +404,7 @@ class RemoteCollector(Collector):
         # In messages of a batch each: an engine takes new weights between two of them.
         for start in range(first, limit, per_step):
             numbers = range(start, min(start + per_step, limit))
-            self._issue([self._ticket(n) for n in numbers], self._drawing)
+            self._issue([self._ticket(n) for n in numbers], self._params)
         self._issued = max(limit, first)
 
     def publish(self, version: int) -> None:
@@ -449,27 +449,27 @@ class RemoteCollector(Collector):
         with as_training_error(self._trainer.runtime.coord):
             self._engines.stop()
 
-    def _issue(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
-        self._ask(tickets, drawing)
+    def _issue(self, tickets: Sequence[Ticket], params: SamplingParams) -> None:
+        self._ask(tickets, params)
         self._ask_again()
 
-    def _ask(self, tickets: Sequence[Ticket], drawing: Drawing) -> None:
+    def _ask(self, tickets: Sequence[Ticket], params: SamplingParams) -> None:
         """Ask the engines that are left; one that is lost now has its tickets in `_open`."""
         if self._offers is not None:
             self._owner |= dict.fromkeys((ticket.number for ticket in tickets), -1)
             if self._engines.is_controller:
-                self._open |= {ticket.number: (ticket, drawing) for ticket in tickets}
+                self._open |= {ticket.number: (ticket, params) for ticket in tickets}
                 with as_training_error(self._trainer.runtime.coord):
-                    self._engines.tell_all(("offer", self._offers.make(tickets, drawing)))
+                    self._engines.tell_all(("offer", self._offers.make(tickets, params)))
             return
         left = self._engines.left
         for engine, own in zip(left, share_out(tickets, shares_of(self._shares, left)), strict=True):
             self._owner |= dict.fromkeys((ticket.number for ticket in own), engine)
             if own and self._engines.is_controller:
-                self._open |= {ticket.number: (ticket, drawing) for ticket in own}
+                self._open |= {ticket.number: (ticket, params) for ticket in own}
                 if engine in self._engines.left:
                     with as_training_error(self._trainer.runtime.coord):
-                        self._engines.tell(engine, ("generate", own, drawing))
+                        self._engines.tell(engine, ("generate", own, params))
 
     def _ask_again(self) -> None:
         """Ask the engines that are left for what those that are lost have not answered, in its order."""
@@ -478,9 +478,9 @@ class RemoteCollector(Collector):
             # The fastest one may be gone, to which the others have left what there is.
             self._tell_leaves()
         while lost := self._lost():
-            drawing = self._open[lost[0]][1]
-            same = [n for n in lost if self._open[n][1] == drawing][:per_step]
-            self._ask([self._open[n][0] for n in same], drawing)
+            params = self._open[lost[0]][1]
+            same = [n for n in lost if self._open[n][1] == params][:per_step]
+            self._ask([self._open[n][0] for n in same], params)
 
     def _tell_leaves(self) -> None:
         """In flight, tell engines how many tickets they are to leave to others of those that are left."""
@@ -499,11 +499,11 @@ class RemoteCollector(Collector):
             return self._offers.lost(self._open, self._engines.left)
         return [n for n in self._open if self._owner[n] not in self._engines.left]
 
-    def _generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[list[Sample]]:
+    def _generate(self, tickets: Sequence[Ticket], params: SamplingParams) -> list[list[Sample]]:
         """The answers to each ticket, on all ranks of the policy; waits for the engines that have them."""
         missing = [ticket for ticket in tickets if ticket.number not in self._owner]
         if missing:
-            self._issue(missing, drawing)
+            self._issue(missing, params)
             numbers = [ticket.number for ticket in missing if isinstance(ticket.number, int)]
             self._issued = max([self._issued, *(number + 1 for number in numbers)])
         with as_training_error(self._trainer.runtime.coord):
@@ -651,7 +651,7 @@ class _Server:
         self._version = -1
         self._job = job
         self._scoring: ScoringThread | None = None
-        self._draws = DrawnByTicket()
+        self._sampler = SamplerByTicket()
         self._under_way: dict[int | str, _UnderWay] = {}
         """In flight."""
         self._given_up: list[_UnderWay] = []
@@ -678,10 +678,10 @@ class _Server:
             if kind == "weights":
                 self._take_weights(rest[0])
                 continue
-            tickets, drawing = cast("tuple[list[Ticket], Drawing]", tuple(rest))
+            tickets, params = cast("tuple[list[Ticket], SamplingParams]", tuple(rest))
             start, samples, error = time.perf_counter(), list[Sample](), None
             try:
-                samples = self._engine.generate(tickets, drawing, self._talk)
+                samples = self._engine.generate(tickets, params, self._talk)
             except NotFiniteDraw as failure:
                 error = str(failure)
             self._answer(
@@ -699,7 +699,7 @@ class _Server:
         rounds: keys and values of the tokens so far stay those of the weights that made them."""
         engine, channel = self._engine, self.requests.channel
         limits = self._talk.limits if self._talk is not None else None
-        engine.begin(self._draws, limits)
+        engine.begin(self._sampler, limits)
         desk = None
         if channel is not None:
             desk = Desk(channel, self._position.store, self._runtime.coord.pipeline, self._talk)
@@ -720,7 +720,7 @@ class _Server:
                 except NotFiniteDraw as failure:
                     self._answer([], self._version, 0.0, told, str(failure))
                     self._under_way.clear()
-                    engine.begin(self._draws, limits)
+                    engine.begin(self._sampler, limits)
                     continue
                 has_news = engine.has_news or self._group is None
                 ended += [token.sample for token in tokens if token.sample is not None]
@@ -751,8 +751,8 @@ class _Server:
                 ticket, why = cast("tuple[Ticket, str]", tuple(rest))
                 self._given_up.append(_UnderWay(ticket, self._version, faults={ticket.number: why}))
             else:
-                ticket, drawing = cast("tuple[Ticket, Drawing]", tuple(rest))
-                self._draws.drawings[ticket.number] = drawing
+                ticket, params = cast("tuple[Ticket, SamplingParams]", tuple(rest))
+                self._sampler.params[ticket.number] = params
                 self._under_way[ticket.number] = _UnderWay(ticket, self._version)
                 self._engine.join([ticket])
         return True
@@ -765,7 +765,7 @@ class _Server:
             sample = self._engine.reply(reply)
             return [] if sample is None else [sample]
         answers = self._under_way.pop(reply.ticket)
-        del self._draws.drawings[reply.ticket]
+        del self._sampler.params[reply.ticket]
         self._engine.leave([reply.ticket])
         self._given_up.append(replace(answers, samples=[], faults={reply.ticket: reply.fault}))
         return []
@@ -780,7 +780,7 @@ class _Server:
             answers = self._under_way[sample.ticket]
             answers.samples.append(sample)
             if len(answers.samples) == answers.ticket.count:
-                del self._under_way[sample.ticket], self._draws.drawings[sample.ticket]
+                del self._under_way[sample.ticket], self._sampler.params[sample.ticket]
                 answers.samples.sort(key=lambda one: one.number)
                 self._let_go(answers.ticket)
                 yield answers

@@ -18,7 +18,7 @@ from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, wait_for_world
 from yuan_train.rl.engines import RemoteReadingModel
 from yuan_train.rl.experience import Group, Sample, Ticket, share_out
-from yuan_train.rl.generator import Drawing, GenerationEngine, Talk
+from yuan_train.rl.generator import GenerationEngine, SamplingParams, Talk
 from yuan_train.rl.helpers import Scorers, Scores
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.reading_model import ReadingModel, score_error
@@ -72,7 +72,7 @@ class Collector:
         """By ticket, of what is being scored: why an environment gave no answers."""
         self._rounds = self._filled = self._room = 0
         """Of the batch that is collected: the most of any pipeline, and slots with a token, of how many."""
-        self._drawing = Drawing(
+        self._params = SamplingParams(
             seed=run.train.seed,
             max_new_tokens=run.generation.max_new_tokens,
             stop_ids=job.stop_ids,
@@ -133,7 +133,7 @@ class Collector:
         group that failed does not.
         """
         job, config = self._job, self._job.run.evaluation
-        drawing = Drawing(
+        params = SamplingParams(
             seed=job.run.train.seed,
             max_new_tokens=job.run.generation.max_new_tokens,
             stop_ids=job.stop_ids,
@@ -144,7 +144,7 @@ class Collector:
             Ticket(f"evaluation-{i}", prompt.ids, config.samples, prompt)
             for i, prompt in enumerate(job.evaluation)
         ]
-        samples = self._generate(tickets, drawing)
+        samples = self._generate(tickets, params)
         scored = self._score(list(zip(tickets, samples, strict=True)))
         shares: list[float] = []
         rewards: list[float] = []
@@ -163,7 +163,7 @@ class Collector:
         job = self._job
         tickets = [self._ticket(number) for number in numbers]
         start = time.perf_counter()
-        samples = self._generate(tickets, self._drawing)
+        samples = self._generate(tickets, self._params)
         drawn = time.perf_counter()
         scored = self._score(list(zip(tickets, samples, strict=True)))
         seconds[0] += drawn - start
@@ -195,11 +195,11 @@ class Collector:
             for of_answer, answer in zip(scores.of_answers, answers, strict=False)
         ]
 
-    def _generate(self, tickets: Sequence[Ticket], drawing: Drawing) -> list[list[Sample]]:
+    def _generate(self, tickets: Sequence[Ticket], params: SamplingParams) -> list[list[Sample]]:
         """The answers to each ticket, on all ranks; each pipeline writes its share."""
         shares, coord = self._job.shares, self._trainer.runtime.coord
         assert self._engine is not None
-        mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], drawing, self._talk)
+        mine = self._engine.generate(share_out(tickets, shares)[coord.pipeline], params, self._talk)
         clock = self._engine.clock
         clocks = [(clock.rounds, clock.filled, clock.rounds * self._engine.num_slots)]
         self._faults = dict(self._engine.faults)

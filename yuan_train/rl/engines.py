@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yuan_train.config.architecture import is_trained
+from yuan_train.config.model import is_trained
 from yuan_train.config.plan import node_of
 from yuan_train.config.rl import OnLostEngine, RLConfig
 from yuan_train.config.rl_plan import RlPlan, RoleName, ScoringRole

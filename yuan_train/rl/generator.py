@@ -142,7 +142,7 @@ class Draw(NamedTuple):
     position: int
 
 
-class Draws(Protocol):
+class Sampler(Protocol):
     """How tokens are drawn, and when an answer ends; the same on all ranks of an engine."""
 
     @property
@@ -163,7 +163,7 @@ class Draws(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class SamplingParams:
     """Draws that follow from a seed and a place; the same for all answers of a call."""
 
     seed: int
@@ -190,27 +190,27 @@ class Drawing:
         return "limit" if len(ids) >= self.max_new_tokens else None
 
 
-class DrawnByTicket:
-    """Draws of tickets each of which has a `Drawing` of its own."""
+class SamplerByTicket:
+    """Draws of tickets each of which has a `SamplingParams` of its own."""
 
     width = 2
 
     def __init__(self) -> None:
-        self.drawings: dict[int | str, Drawing] = {}
+        self.params: dict[int | str, SamplingParams] = {}
 
     def draw(
         self, model: Transformer, hidden_RH: Tensor, rows: Sequence[int], draws: Sequence[Draw]
     ) -> Tensor:
-        places: dict[Drawing, list[int]] = {}
+        places: dict[SamplingParams, list[int]] = {}
         for place, one in enumerate(draws):
-            places.setdefault(self.drawings[one.ticket.number], []).append(place)
+            places.setdefault(self.params[one.ticket.number], []).append(place)
         found_N2 = torch.empty(len(draws), self.width, dtype=torch.float64)
-        for drawing, own in places.items():
-            found_N2[own] = drawing.draw(model, hidden_RH, [rows[n] for n in own], [draws[n] for n in own])
+        for params, own in places.items():
+            found_N2[own] = params.draw(model, hidden_RH, [rows[n] for n in own], [draws[n] for n in own])
         return found_N2
 
     def why_ended(self, ticket: Ticket, ids: Sequence[int]) -> Ended | None:
-        return self.drawings[ticket.number].why_ended(ticket, ids)
+        return self.params[ticket.number].why_ended(ticket, ids)
 
 
 class Token(NamedTuple):
@@ -219,7 +219,7 @@ class Token(NamedTuple):
     ticket: int | str
     number: int
     drawn: tuple[float, ...]
-    """As `Draws.draw` gives it."""
+    """As `Sampler.draw` gives it."""
     sample: Sample | None
     """The whole answer, if this token ended it."""
 
@@ -363,7 +363,7 @@ class _Stage:
         if not self._model.has_head:
             return output
         if work.rows:
-            engine.drawn[micro_batch] = engine.draws.draw(self._model, output[:, -1], work.rows, work.draws)
+            engine.drawn[micro_batch] = engine.sampler.draw(self._model, output[:, -1], work.rows, work.draws)
         return output.new_zeros(())
 
     def new_cache(self, group: int, kind: CacheKind, slots: int) -> Cache:
@@ -451,7 +451,7 @@ class GenerationEngine:
         self.stopwatch = stopwatch
         self.works: list[_Work | None] = []
         self.drawn: dict[int, Tensor] = {}
-        self.draws: Draws = Drawing(seed=0, max_new_tokens=0, stop_ids=frozenset())
+        self.sampler: Sampler = SamplingParams(seed=0, max_new_tokens=0, stop_ids=frozenset())
         self._queue: deque[Ticket] = deque()
         self._groups: list[_Group] = []
         self._told: list[Token] = []  # of the step under way
@@ -485,7 +485,9 @@ class GenerationEngine:
         return torch.zeros((*self._shape, self._hidden), dtype=self._dtype, device=self._device)
 
     @torch.no_grad()
-    def generate(self, tickets: Sequence[Ticket], drawing: Drawing, talk: Talk | None = None) -> list[Sample]:
+    def generate(
+        self, tickets: Sequence[Ticket], params: SamplingParams, talk: Talk | None = None
+    ) -> list[Sample]:
         """Answer every ticket `count` times; collective over the pipeline's ranks, which all get the answers.
 
         They come in the order of tickets and numbers; of a ticket whose environment is at fault none, and
@@ -496,7 +498,7 @@ class GenerationEngine:
         order = {ticket.number: place for place, ticket in enumerate(tickets)}
         if talk is not None:
             tickets, self.faults = talk.open(tickets)
-        self.begin(drawing, talk.limits if talk is not None else None)
+        self.begin(params, talk.limits if talk is not None else None)
         self.join(tickets)
         found: list[Sample] = []
         waiting: deque[tuple[int, Turn]] = deque()
@@ -530,10 +532,10 @@ class GenerationEngine:
         ended = [self.reply(one) for one in replies if one.ticket not in self.faults]
         return [sample for sample in ended if sample is not None]
 
-    def begin(self, draws: Draws, limits: TurnLimits | None = None) -> None:
+    def begin(self, sampler: Sampler, limits: TurnLimits | None = None) -> None:
         """Forget all prompts and answers; those to come are drawn so. `limits`: of answers of several turns,
         which rest behind each until `reply`; None: of one."""
-        self.draws = draws
+        self.sampler = sampler
         self._limits = limits
         self._turns.clear()
         self._queue.clear()
@@ -830,7 +832,7 @@ class GenerationEngine:
             answer.drawn.append(len(answer.ids))
         answer.ids.append(round(drawn[0]))
         answer.log_probs.append(drawn[1])
-        ended = self.draws.why_ended(ticket, answer.ids)
+        ended = self.sampler.why_ended(ticket, answer.ids)
         answer.turns += ended is not None
         if self.has_turns and ended == "stop":
             answer.rests = True
@@ -881,7 +883,7 @@ class GenerationEngine:
         if self._ranks is None:
             return {n: [tuple(one) for one in self.drawn[n].tolist()] for n in counts}
         # A row more, for the news.
-        flat = torch.zeros(sum(counts.values()) + 1, self.draws.width, dtype=torch.float64)
+        flat = torch.zeros(sum(counts.values()) + 1, self.sampler.width, dtype=torch.float64)
         flat[-1] = float(self._news)
         parts = dict(zip(counts, flat[:-1].split(list(counts.values())), strict=True))
         for number, drawn in self.drawn.items():

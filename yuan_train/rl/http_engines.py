@@ -7,7 +7,7 @@ Rank 0 has the environments too: a turn is a request, whose prompt is all that w
 
 Weights go through a folder: the ranks of the policy send rank 0 one tensor after another, under any plan, and
 it writes them in Hugging Face's format under a name with their version. A folder is removed once all servers
-have taken a later one.
+have taken a later one. It stands alone because its engines are other programs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.engines import EngineEnds
 from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Sample, Ticket
-from yuan_train.rl.generator import AnswerUnderWay, Drawing, Turn
+from yuan_train.rl.generator import AnswerUnderWay, SamplingParams, Turn
 from yuan_train.rl.helpers import Environments, Key, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.scoring import Requests
@@ -147,8 +147,8 @@ class HttpEngines(EngineEnds):
                     server.take_weights(folder)
                     self._taken[engine] = version
                     continue
-                _, tickets, drawing = order
-                self._generate(engine, server, version, tickets, drawing)
+                _, tickets, params = order
+                self._generate(engine, server, version, tickets, params)
         except Exception as error:
             # Whoever hears of it raises it, or goes on without this server.
             self._found.put((engine, error))
@@ -159,7 +159,7 @@ class HttpEngines(EngineEnds):
         server: InferenceServer,
         version: int,
         tickets: Sequence[Ticket],
-        drawing: Drawing,
+        params: SamplingParams,
     ) -> None:
         """Have tickets answered, some at a time, each told of as it comes. Raises the first error."""
         waiting: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -176,9 +176,9 @@ class HttpEngines(EngineEnds):
                     return
                 try:
                     if self._talks is None:
-                        done.put((ticket, server.answer(ticket, drawing)))
+                        done.put((ticket, server.answer(ticket, params)))
                     else:
-                        done.put((ticket, self._talks.answer(engine, server, ticket, drawing)))
+                        done.put((ticket, self._talks.answer(engine, server, ticket, params)))
                 except Exception as error:
                     done.put((ticket, error))
 
@@ -230,7 +230,7 @@ class _Talks:
         talk.environments.deliver = lambda said: self._heard[said.key].put(said)
 
     def answer(
-        self, engine: int, server: InferenceServer, ticket: Ticket, drawing: Drawing
+        self, engine: int, server: InferenceServer, ticket: Ticket, params: SamplingParams
     ) -> list[Sample] | str:
         """All answers to a prompt, or why its environments gave none. Raises as `server.answer` does."""
         # Of an engine that is lost a thread may still talk, when another one is asked.
@@ -242,25 +242,25 @@ class _Talks:
             opened = self._talk.opened(own, [self._heard[key].get().told for key in keys])
             if isinstance(opened, str):
                 return opened
-            return self._go_on(server, replace(opened, number=ticket.number), keys, drawing)
+            return self._go_on(server, replace(opened, number=ticket.number), keys, params)
         finally:
             self._talk.close(own.number)
             for key in keys:
                 del self._heard[key]
 
     def _go_on(
-        self, server: InferenceServer, ticket: Ticket, keys: Sequence[Key], drawing: Drawing
+        self, server: InferenceServer, ticket: Ticket, keys: Sequence[Key], params: SamplingParams
     ) -> list[Sample] | str:
         """`answer` once environments are there: first turns in one request, the others as they come."""
         done: queue.SimpleQueue[tuple[int, Sample | str | Exception]] = queue.SimpleQueue()
 
         def converse(key: Key, first: Sample) -> None:
             try:
-                done.put((first.number, self._converse(server, ticket, key, first, drawing)))
+                done.put((first.number, self._converse(server, ticket, key, first, params)))
             except Exception as error:
                 done.put((first.number, error))
 
-        for key, first in zip(keys, server.answer(ticket, drawing), strict=True):
+        for key, first in zip(keys, server.answer(ticket, params), strict=True):
             threading.Thread(target=converse, args=(key, first), daemon=True).start()
         found = [one for _, one in sorted((done.get() for _ in keys), key=lambda told: told[0])]
         for one in found:
@@ -270,7 +270,7 @@ class _Talks:
         return fault or [one for one in found if isinstance(one, Sample)]
 
     def _converse(
-        self, server: InferenceServer, ticket: Ticket, key: Key, turn: Sample, drawing: Drawing
+        self, server: InferenceServer, ticket: Ticket, key: Key, turn: Sample, params: SamplingParams
     ) -> Sample | str:
         """An answer whose first turn is there, or what is wrong with its environment."""
         answer, number = AnswerUnderWay(ticket, turn.number), turn.number
@@ -289,8 +289,8 @@ class _Talks:
                 return answer.sample(ended, has_turns=True)
             prompt = (*ticket.prompt_ids, *answer.ids)
             asked = Ticket(f"{ticket.number}/{number}/{answer.turns}", prompt, count=1)
-            left = drawing.max_new_tokens - len(answer.ids)
-            (turn,) = server.answer(asked, replace(drawing, max_new_tokens=left))
+            left = params.max_new_tokens - len(answer.ids)
+            (turn,) = server.answer(asked, replace(params, max_new_tokens=left))
 
 
 class WeightFolder:

@@ -2,6 +2,7 @@
 
 Reads top to bottom: connect, build, and the policy as an engine of the training loop (`train/run.py`). Where
 the policy's cards draw, they do with its own weights, so nothing is copied between training and generation.
+It stands alone because the command reads arguments and no more.
 """
 
 from __future__ import annotations

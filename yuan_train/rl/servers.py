@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import HttpGeneration, RLConfig, ServerKind
 from yuan_train.rl.experience import Sample, Ticket
-from yuan_train.rl.generator import Drawing
+from yuan_train.rl.generator import SamplingParams
 
 START_SECONDS = 10.0
 """In which a server says, at the start of a run, what it has."""
@@ -107,24 +107,24 @@ class InferenceServer:
         if not isinstance(told, dict) or told.get("success") is not True:
             raise self._odd(path, told, '"success": true')
 
-    def answer(self, ticket: Ticket, drawing: Drawing) -> list[Sample]:
+    def answer(self, ticket: Ticket, params: SamplingParams) -> list[Sample]:
         """All answers to a prompt. Raises LostServer, and TrainingError for a reply that is none."""
-        seed = seed_of(drawing, ticket)
+        seed = seed_of(params, ticket)
         path = "/generate" if self._kind == "sglang" else "/v1/completions"
-        body = self._sglang_body(ticket, drawing, seed) if self._kind == "sglang" else None
-        reply = self._ask("POST", path, body or self._body(ticket, drawing, seed), self._servers.timeout)
+        body = self._sglang_body(ticket, params, seed) if self._kind == "sglang" else None
+        reply = self._ask("POST", path, body or self._body(ticket, params, seed), self._servers.timeout)
         try:
             read = _read_sglang(reply) if self._kind == "sglang" else _read_choices(reply)
             if len(read) != ticket.count:
                 raise ValueError(f"{ticket.count} answers, and these are {len(read)}")
             return [
-                read_sample(ticket, number, ids, log_probs, drawing, vocab_size=self._vocab_size)
+                read_sample(ticket, number, ids, log_probs, params, vocab_size=self._vocab_size)
                 for number, (ids, log_probs) in enumerate(read)
             ]
         except ValueError as error:
             raise self._odd(path, reply, str(error)) from None
 
-    def _body(self, ticket: Ticket, drawing: Drawing, seed: int) -> dict[str, Any]:
+    def _body(self, ticket: Ticket, params: SamplingParams, seed: int) -> dict[str, Any]:
         """A completion in OpenAI's form: answer i has the seed + i."""
         # What a server's own defaults would cut off is drawn too.
         whole: dict[str, Any] = {"min_p": 0.0, "repetition_penalty": 1.0}
@@ -134,32 +134,32 @@ class InferenceServer:
             "model": self._servers.model,
             "prompt": list(ticket.prompt_ids),
             "n": ticket.count,
-            "max_tokens": drawing.max_new_tokens,
-            "temperature": 0.0 if drawing.greedy else drawing.temperature,
+            "max_tokens": params.max_new_tokens,
+            "temperature": 0.0 if params.greedy else params.temperature,
             "top_p": 1.0,
             "top_k": 0,
             "seed": seed,
             "logprobs": 0,
             "return_token_ids": True,
-            "stop_token_ids": sorted(drawing.stop_ids),
+            "stop_token_ids": sorted(params.stop_ids),
             "ignore_eos": True,
         }
 
-    def _sglang_body(self, ticket: Ticket, drawing: Drawing, seed: int) -> dict[str, Any]:
+    def _sglang_body(self, ticket: Ticket, params: SamplingParams, seed: int) -> dict[str, Any]:
         """A request of SGLang's own form, whose answers have a seed each. `ignore_eos` would ignore
         `stop_token_ids` too."""
-        params: dict[str, Any] = {
-            "max_new_tokens": drawing.max_new_tokens,
-            "temperature": 0.0 if drawing.greedy else drawing.temperature,
+        whole: dict[str, Any] = {
+            "max_new_tokens": params.max_new_tokens,
+            "temperature": 0.0 if params.greedy else params.temperature,
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": sorted(drawing.stop_ids),
+            "stop_token_ids": sorted(params.stop_ids),
         }
         return {
             "input_ids": [list(ticket.prompt_ids)] * ticket.count,
-            "sampling_params": [params | {"sampling_seed": seed + i} for i in range(ticket.count)],
+            "sampling_params": [whole | {"sampling_seed": seed + i} for i in range(ticket.count)],
             "return_logprob": True,
         }
 
@@ -211,9 +211,9 @@ class InferenceServer:
         return TrainingError(f"{self.url}{path}: wanted {wanted}; got {repr(reply)[:SHOWN]}")
 
 
-def seed_of(drawing: Drawing, ticket: Ticket) -> int:
+def seed_of(params: SamplingParams, ticket: Ticket) -> int:
     """The seed of the first answer to a prompt: it follows from the run's seed and the ticket."""
-    digest = hashlib.sha256(f"{drawing.seed}:{ticket.number}".encode()).digest()
+    digest = hashlib.sha256(f"{params.seed}:{ticket.number}".encode()).digest()
     return int.from_bytes(digest[:8]) % (SEEDS - ticket.count)
 
 
@@ -246,7 +246,7 @@ def _read_sglang(reply: Any) -> list[tuple[Any, Any]]:
 
 
 def read_sample(
-    ticket: Ticket, number: int, ids: Any, log_probs: Any, drawing: Drawing, *, vocab_size: int
+    ticket: Ticket, number: int, ids: Any, log_probs: Any, params: SamplingParams, *, vocab_size: int
 ) -> Sample:
     """An answer of what a server gave. Raises ValueError, saying what was wanted."""
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
@@ -257,21 +257,21 @@ def read_sample(
         raise ValueError(
             f"as many log-probabilities as tokens, and these are {len(log_probs)} and {len(ids)}"
         )
-    if not 0 < len(ids) <= drawing.max_new_tokens:
-        raise ValueError(f"1 to {drawing.max_new_tokens} tokens of an answer, and these are {len(ids)}")
+    if not 0 < len(ids) <= params.max_new_tokens:
+        raise ValueError(f"1 to {params.max_new_tokens} tokens of an answer, and these are {len(ids)}")
     for one in ids:
         if not 0 <= one < vocab_size:
             raise ValueError(f"ids of a vocabulary of {vocab_size}, and one is {one}")
     for one in log_probs:
         if not math.isfinite(one) or one > ROUNDING:
             raise ValueError(f"finite log-probabilities of at most 0, and one is {one}")
-    early = next((one for one in ids[:-1] if one in drawing.stop_ids), None)
+    early = next((one for one in ids[:-1] if one in params.stop_ids), None)
     if early is not None:
         raise ValueError(f"answers that end with their first stop token, and one goes on behind {early}")
-    is_ended = ids[-1] in drawing.stop_ids
-    if not is_ended and len(ids) < drawing.max_new_tokens:
+    is_ended = ids[-1] in params.stop_ids
+    if not is_ended and len(ids) < params.max_new_tokens:
         raise ValueError(
-            f"answers with the stop token that ended them (generation.stop_ids: {sorted(drawing.stop_ids)}), "
+            f"answers with the stop token that ended them (generation.stop_ids: {sorted(params.stop_ids)}), "
             f"and one ends with {ids[-1]}"
         )
     drawn = tuple(min(float(one), 0.0) for one in log_probs)

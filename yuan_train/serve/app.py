@@ -1,4 +1,7 @@
-"""The web server of rank 0: routes, errors in OpenAI's form, and requests that end when nobody waits."""
+"""The web server of rank 0: routes, errors in OpenAI's form, and requests that end when nobody waits.
+
+It stands alone because only it knows HTTP.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.generator import Token
-from yuan_train.serve.draws import NOT_FINITE
 from yuan_train.serve.protocol import ApiError, Call, Served, read_call, read_json, read_weights_body
 from yuan_train.serve.ranks import WeightsRefused
+from yuan_train.serve.sampler import NOT_FINITE
 from yuan_train.serve.scheduler import QueueFull, Scheduler, Stopped
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

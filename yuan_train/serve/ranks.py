@@ -40,7 +40,7 @@ from yuan_train.parallel.shard import box_views
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.generator import EngineShape, GenerationEngine, Token
-from yuan_train.serve.draws import Asked, SeededDraws
+from yuan_train.serve.sampler import Asked, SeededSampler
 from yuan_train.train.agreement import settle_forms
 from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
 from yuan_train.train.ending import ending_together
@@ -187,7 +187,7 @@ class Lane:
         self._groups = (
             make_tensor_groups(wide, timeout_seconds=TIMEOUT_SECONDS) if dist.is_initialized() else {}
         )
-        self._draws = SeededDraws()
+        self._sampler = SeededSampler()
         self._engine = GenerationEngine(
             runtime,
             EngineShape(
@@ -201,7 +201,7 @@ class Lane:
             ranks=self._groups.get(self._own[coord.pipeline]),
             documents=job.documents,
         )
-        self._engine.begin(self._draws)
+        self._engine.begin(self._sampler)
         self._read: dict[str, torch.Tensor] = {}
         """This rank's parts of weights that are to be taken, on the host."""
         self._documents = job.documents
@@ -252,13 +252,13 @@ class Lane:
         """A round; the tokens of it are the same on all ranks of the pipeline."""
         self._engine.leave(order.leave)
         for number in order.leave:
-            self._draws.forget(number)
+            self._sampler.forget(number)
         self._engine.join(order.join)
         with as_training_error(self._runtime.coord):
             tokens = [] if self._engine.is_idle else self._engine.step()
         for token in tokens:
             if token.sample is not None:
-                self._draws.forget(token.ticket, token.number)
+                self._sampler.forget(token.ticket, token.number)
         return tokens
 
     def _change(self, pipeline: int, order: Order) -> list[str]:

@@ -34,8 +34,8 @@ class Asked(Ticket):
     """Whether log-probabilities are those of softmax(logits / temperature), of which tokens are drawn."""
 
 
-class SeededDraws:
-    """Draws with a generator for each answer; `Draws` of an engine whose tickets are all `Asked`."""
+class SeededSampler:
+    """Draws with a generator for each answer; `Sampler` of an engine whose tickets are all `Asked`."""
 
     width = 2 + 2 * MOST_ALTERNATIVES
     """Token, log-probability, and the same of alternatives; of those that are not asked for -1 and 0."""
@@ -47,7 +47,7 @@ class SeededDraws:
     def draw(
         self, model: Transformer, hidden_RH: Tensor, rows: Sequence[int], draws: Sequence[Draw]
     ) -> Tensor:
-        """See `Draws.draw`: fp64 [N, width]."""
+        """See `Sampler.draw`: fp64 [N, width]."""
         logits_RV = model.logits(hidden_RH)
         found = torch.zeros(len(rows), self.width, dtype=torch.float64)
         part = model.vocabulary_part
@@ -87,7 +87,7 @@ class SeededDraws:
         return of_ticket[number]
 
     def why_ended(self, ticket: Ticket, ids: Sequence[int]) -> Ended | None:
-        """See `Draws.why_ended`."""
+        """See `Sampler.why_ended`."""
         assert isinstance(ticket, Asked)
         if ids[-1] == NOT_FINITE or ids[-1] in ticket.stop_ids:
             return "stop"
