@@ -3,7 +3,7 @@
 Every document ends in the end-of-document id exactly once, and begins with what the tokenizer puts before a
 text (Llama's <|begin_of_text|>; nothing in most tokenizers). The bytes depend on the inputs and the tokenizer
 alone, not on the number of workers. Memory is bounded: a few chunks of text per worker are in flight at any
-time.
+time. It stands alone because its worker processes import it, and need no command.
 """
 
 import functools

@@ -1,4 +1,7 @@
-"""Estimates of memory as text for the terminal, and as plain values for --json. GB are 1e9 bytes."""
+"""Estimates of memory as text for the terminal, and as plain values for --json. GB are 1e9 bytes.
+
+It stands alone because what estimates does not print.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The entry of a machine in a cluster file, from what the doctor finds; rates of links by their kind."""
+"""The entry of a machine in a cluster file, from what the doctor finds; rates of links by their kind.
+
+It stands alone because it asks no machine: others have.
+"""
 
 from __future__ import annotations
 

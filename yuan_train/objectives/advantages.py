@@ -2,6 +2,7 @@
 
 Q = prompts, G = answers to each (a group), B = answers, S = tokens of a row. Rewards are one number an
 answer. The functions return a number an answer, [Q, G], or, where they whiten over tokens, a number a token.
+It stands alone because losses, which serve all training, know no rewards.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ steps' ends, when no rank computes, a message of a known size goes over each lin
 times are one rank's: between two clocks nothing is compared. It takes the way of the run's own messages: the
 two edges of a cut, or the gradient group where nodes share layers and no pipeline crosses the link.
 
-Of a node at most one link is measured at once: two would share its network card. On cards the times are
-those of the stream, which stands while it waits for a message.
+Of a node at most one link is measured at once: two would share its network card. On cards the times are those
+of the stream, which stands while it waits for a message. It stands alone because its messages are no step's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Measures the links between cards, for a profile.
-
-Measures what a card gets of its host, for a profile: the link both ways at once, and AdamW's step there.
+"""Measures links for a profile: those between cards, and what a card gets of its host.
 
 All ranks measure together, so that the cards of a node share its memory and links as they do in a step. The
-copies go through the engine's own links, between the card and memory as offloaded state has it.
+copies between card and host go through the engine's own links, both ways at once, and AdamW steps there. It
+stands alone because units measure one card each.
 """
 
 from __future__ import annotations

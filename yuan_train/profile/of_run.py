@@ -2,7 +2,8 @@
 
 A run measures how long each rank computes in a step, not each unit. So the catalogue's estimate of every unit
 on a type of card is multiplied by one number: what the ranks of that type took, over what their units were
-estimated to take. For the plan that ran, the forecast of their computing is then what was measured.
+estimated to take. For the plan that ran, the forecast of their computing is then what was measured. It stands
+alone because it measures nothing: a run did.
 """
 
 from __future__ import annotations

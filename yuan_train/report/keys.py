@@ -1,7 +1,7 @@
 """Every key of the files that people write: type, unit, default and meaning, and JSON schemas of the same.
 
 All is read from the configuration's dataclasses: a key's meaning is the docstring of its field, or else that
-of the dataclass which holds the keys below it.
+of the dataclass which holds the keys below it. It stands alone because it reads classes, and no run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One training step of a merged trace as a picture.
 
 A row for each rank's measured steps, what it waits for, its reductions, and the forecast, on one time axis.
+It stands alone because it draws what the command has merged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The agent of one node: meets the others, starts its ranks under the lead's plan, and begins again.
 
-Reads top to bottom: a life of rounds; a round; what the lead does besides.
+Reads top to bottom: a life of rounds; a round; what the lead does besides. It stands alone because each node
+has one, whoever has started it.
 """
 
 from __future__ import annotations

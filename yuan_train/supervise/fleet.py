@@ -1,4 +1,7 @@
-"""The agents of all nodes, kept running by the machine on which a supervised run was started."""
+"""The agents of all nodes, kept running by the machine on which a supervised run was started.
+
+It stands alone because no agent knows of it: each may be started by hand.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ that has it, so that the bytes sent are the fewest that fill the new parts.
 
 A device never holds two sets of anything: gradients and weights in 16 bits are freed before the new ones are
 made, and a card's state waits in host memory meanwhile. On a processor, whose memory that is, the old masters
-and moments stay beside the new ones until these are filled.
+and moments stay beside the new ones until these are filled. It stands alone because few runs ever move.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On NCCL nothing raises an error when a rank is lost: the host runs ahead, and then stands in a synchronisation
 until NCCL's watchdog ends the process. So a thread of the host looks, from time to time, at what the card has
-not finished; without a card, at what the host is in.
+not finished; without a card, at what the host is in. It stands alone because it is a thread beside the loop.
 """
 
 from __future__ import annotations

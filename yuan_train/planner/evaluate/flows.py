@@ -6,7 +6,8 @@ would take T(F) seconds with F flows on its busiest NIC all the time goes on at 
 over the nodes v that its own rings pass; it is through when the integral of its rate is 1. Between two events
 (a bucket starts or ends, a message does) all rates are constant.
 
-Messages keep the times of the pipelines' simulation: what the rings take from them is not counted.
+Messages keep the times of the pipelines' simulation: what the rings take from them is not counted. It stands
+alone because it knows flows and times, and no stages.
 """
 
 from __future__ import annotations

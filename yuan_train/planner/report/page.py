@@ -1,7 +1,8 @@
 """The search result as one HTML page.
 
 The page is one file without network access or scripts: inline SVG, light and dark, a pattern as well as
-colours, and the plan's own text, so that plan.yaml can be recovered from the page.
+colours, and the plan's own text, so that plan.yaml can be recovered from the page. It stands alone because it
+draws, and the terminal's report writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The placement of roles as text for the terminal, as one object for --json, and as one HTML page."""
+"""The placement of roles as text for the terminal, as one object for --json, and as one HTML page.
+
+It stands alone because its three forms say the same of a placement.
+"""
 
 from __future__ import annotations
 

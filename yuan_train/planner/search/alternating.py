@@ -3,7 +3,7 @@
 Old cards may have the memory for experts and lack the speed for attention, new ones the reverse. Cards of the
 two types are paired; each pair has consecutive layers, and a micro-batch goes to and fro between its cards,
 half a layer at a time (HeterMoE, arXiv 2504.03871). A layer may also lie on one of the two as a whole: as
-many do as balance the pair.
+many do as balance the pair. It stands alone because such plans have a search of their own.
 """
 
 from __future__ import annotations

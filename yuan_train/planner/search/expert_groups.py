@@ -1,9 +1,10 @@
 """Plans whose stages divide the experts of their layers over several cards, unlike ones included.
 
-A stage on a group of cards takes as long as its slowest card, and fits if each card's memory suffices. For
-a group and a number of layers the counts that make it fastest are exact (`count_experts`). Layers are divided
+A stage on a group of cards takes as long as its slowest card, and fits if each card's memory suffices. For a
+group and a number of layers the counts that make it fastest are exact (`count_experts`). Layers are divided
 over the groups of a pipeline by dynamic programming over the slowest stage; the best divisions are costed in
-full. Equal pipelines have equal groups, for all that hold a layer must divide its experts alike.
+full. Equal pipelines have equal groups, for all that hold a layer must divide its experts alike. It stands
+alone because such plans have a search of their own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """What a search looks through, and the plans that are found there: by the compiled core, by a proof, and
-special ones."""
+special ones.
+
+It stands alone because what is found does not depend on what is then said of it.
+"""
 
 from __future__ import annotations
 

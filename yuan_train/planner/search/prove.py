@@ -2,7 +2,7 @@
 
 `native/prove.c` goes through the orders of stages and cuts of layers of every shape, each stage with what
 `realise.c` finds for its memory, under the schedules' own warm-ups. It counts the stages that it tries and
-looks at no clock.
+looks at no clock. It stands alone because a proof does not ask how plans were found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Plans that the compiled core does not price: each kind is found from the plans that are known so far."""
+"""Plans that the compiled core does not price: each kind is found from the plans that are known so far.
+
+It stands alone because it is the list to which a further kind is added.
+"""
 
 from __future__ import annotations
 
