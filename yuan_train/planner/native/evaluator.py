@@ -40,13 +40,15 @@ class ProblemTable(ctypes.Structure):
     """What is planned for."""
 
 
-NUM_PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+NUM_PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+MOST_THREADS = 8
+"""At a time: an evaluator keeps the schedules that it has made, hundreds of MB of large batches."""
 T = TypeVar("T")
 
 
-def run_together(work: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-    """As `map`, with a thread for each processor: the core works outside of Python's lock."""
-    with ThreadPoolExecutor(NUM_PROCESSORS) as pool:
+def run_together(work: Callable[..., T], *arguments: Iterable[Any], most: int = MOST_THREADS) -> list[T]:
+    """As `map`, with a thread for each processor, at most so many: the core works outside of the GIL."""
+    with ThreadPoolExecutor(min(NUM_PROCESSORS, most)) as pool:
         return list(pool.map(work, *arguments))
 
 

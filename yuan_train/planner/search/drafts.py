@@ -153,7 +153,9 @@ class _Search:
         first = FIRST_SEED + self.num_searches + 1
         self.num_searches += len(begins)
         one = partial(self._run_one, budget=int(self.budget * share), part=part)
-        return core.run_together(one, begins, itertools.count(first))
+        # Those of many cards would take too much memory together.
+        most = core.MOST_THREADS if self.tables.problem.num_cards <= FEW_CARDS else 1
+        return core.run_together(one, begins, itertools.count(first), most=most)
 
     def _run_one(self, begin: _Begin, seed: int, *, budget: int, part: int) -> list[_Known]:
         space, given = begin[0], [draft for _, draft in begin[1]]
