@@ -43,7 +43,7 @@ ROOMS = {
     "models": (19, 3508),
     "objectives": (3, 307),
     "parallel": (26, 7766),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (48, 11931),  # servers that draw answers; hosts beside many cards, and memory for islands
+    "planner": (48, 11935),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1406),
     "report": (10, 2157),  # cards with their state, plans over time, logs that grow
     "rl": (20, 7173),  # environments of what servers draw: a request a turn
