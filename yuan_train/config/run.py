@@ -343,8 +343,8 @@ class SearchConfig:
     """Of plans whose step is within this part of the fastest one's the simplest is taken; a plan that is
     proven to be the fastest is."""
     effort: Effort = "normal"
-    """How much is tried, by a count and not by a clock: `quick` a third of it, `thorough` ten times as much
-    after a normal search, so that its plan is no slower; the time limit ends each."""
+    """How much is tried, by a count and not by a clock: `quick` a third of it, `thorough` ten times as much;
+    the time limit ends either. `thorough` begins with a normal search: its plan is no slower."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
     divide_experts: bool = True
