@@ -47,7 +47,7 @@ ROOMS = {
     "profile": (5, 1406),
     "report": (10, 2157),  # cards with their state, plans over time, logs that grow
     "rl": (20, 7173),  # environments of what servers draw: a request a turn
-    "schedule": (9, 2134),  # what makes programs is a value; programs with copies, which the planner had
+    "schedule": (9, 2131),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (6, 1769),  # what is reset at document ends goes with the weights
     "supervise": (7, 2097),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (21, 6330),  # it is noted how long a rank stood still

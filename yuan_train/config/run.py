@@ -344,7 +344,7 @@ class SearchConfig:
     proven to be the fastest is."""
     effort: Effort = "normal"
     """How much is tried, by a count and not by a clock: `quick` a third of it, `thorough` ten times as much;
-    the time limit ends either. `thorough` begins with a normal search: its plan is no slower."""
+    the time limit ends either. On up to 56 cards `thorough` begins with a normal search, and is no slower."""
     half_layers: bool = False
     """Stages may also end in the middle of a layer, between attention and feed-forward."""
     divide_experts: bool = True

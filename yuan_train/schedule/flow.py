@@ -138,21 +138,19 @@ def _step_faults(flow: Flow) -> Iterator[str]:
                 yield f"{step} waits for {other}, which nobody does"
 
 
-def _all_before(flow: Flow) -> dict[FlowStep, frozenset[FlowStep]]:
-    """The steps that have ended in any case when a step begins. Raises ValueError if the flow hangs."""
-    before: dict[FlowStep, frozenset[FlowStep]] = {}
+def _in_order(flow: Flow) -> Iterator[tuple[Actor, FlowStep]]:
+    """All steps, each after those that it waits for. Raises ValueError if the flow hangs."""
+    done: set[FlowStep] = set()
     places = dict.fromkeys(flow.programs, 0)
     moved = True
     while moved:
         moved = False
         for actor, program in flow.programs.items():
-            while places[actor] < len(program):
-                step = program[places[actor]]
-                own = program[places[actor] - 1 : places[actor]]
-                direct: Sequence[FlowStep] = (*flow.waits.get(step, ()), *own)
-                if any(other not in before for other in direct):
-                    break
-                before[step] = frozenset(direct).union(*(before[other] for other in direct))
+            while places[actor] < len(program) and done.issuperset(
+                flow.waits.get(program[places[actor]], ())
+            ):
+                yield actor, program[places[actor]]
+                done.add(program[places[actor]])
                 places[actor] += 1
                 moved = True
     stuck = [
@@ -162,6 +160,16 @@ def _all_before(flow: Flow) -> dict[FlowStep, frozenset[FlowStep]]:
     ]
     if stuck:
         raise ValueError(f"nobody goes on: {', '.join(stuck)}")
+
+
+def _all_before(flow: Flow) -> dict[FlowStep, frozenset[FlowStep]]:
+    """The steps that have ended in any case when a step begins. Raises ValueError if the flow hangs."""
+    before: dict[FlowStep, frozenset[FlowStep]] = {}
+    last: dict[Actor, tuple[FlowStep, ...]] = {}
+    for actor, step in _in_order(flow):
+        direct = (*flow.waits.get(step, ()), *last.get(actor, ()))
+        before[step] = frozenset(direct).union(*(before[other] for other in direct))
+        last[actor] = (step,)
     return before
 
 
@@ -221,23 +229,12 @@ class Play:
 def play_flow(flow: Flow, times: FlowTimes) -> Play:
     """Play a flow that has passed its checker."""
     free = dict.fromkeys(flow.programs, 0.0)
-    places = dict.fromkeys(flow.programs, 0)
     there: dict[FlowStep, float] = {}
     spans: list[FlowSpan] = []
-    pending = True
-    while pending:
-        pending = False
-        for actor, program in flow.programs.items():
-            while places[actor] < len(program):
-                step = program[places[actor]]
-                waits = flow.waits.get(step, ())
-                if any(other not in there for other in waits):
-                    break
-                start = max([free[actor], *(there[other] for other in waits)])
-                free[actor] = there[step] = end = start + _seconds(times, step)
-                spans.append(FlowSpan(actor, step, start, end))
-                places[actor] += 1
-                pending = True
+    for actor, step in _in_order(flow):
+        start = max([free[actor], *(there[other] for other in flow.waits.get(step, ()))])
+        free[actor] = there[step] = end = start + _seconds(times, step)
+        spans.append(FlowSpan(actor, step, start, end))
     return Play(tuple(spans), *_steady(flow, spans))
 
 
