@@ -28,7 +28,7 @@ from yuan_train.objectives.losses import preference_loss
 from yuan_train.schedule.check import check_schedule
 from yuan_train.schedule.schedules import make_schedule
 from yuan_train.schedule.step import one_worker_each
-from yuan_train.train.trackers import OPENERS
+from yuan_train.train.metrics import OPENERS
 
 keys = ("architecture=mine", "attention=plain", "qkv_bias=true", "num_layers=2", "vocab_size=64")
 model = load_model("tiny", keys)

@@ -23,7 +23,7 @@ from yuan_train.config.load import as_plain
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.data.indexed import IndexedWriter
 from yuan_train.train import ending
-from yuan_train.train.cards import why_no_card
+from yuan_train.train.job import why_no_card
 
 STEPS = "train.steps=2"
 

@@ -22,9 +22,9 @@ from tools.testbed.run import rank_environment
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.grid import Grid
-from yuan_train.parallel.node_links import find_links
 from yuan_train.report.run_log import measured_pace, read_run, slow_links
 from yuan_train.report.run_page import run_lines
+from yuan_train.train.trace import find_links
 
 EVERY = 3
 """Steps between two measurements in the runs of these tests."""

@@ -13,7 +13,7 @@ from yuan_train.models.attention import find_resets
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.transformer import Transformer
-from yuan_train.train.cards import compiler_fault
+from yuan_train.train.job import compiler_fault
 
 # Torch looks at .grad of the hidden state while it traces, and hides its own warning, which is an error here.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

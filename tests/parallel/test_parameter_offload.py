@@ -14,9 +14,9 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
 from yuan_train.parallel import zero
+from yuan_train.parallel.device import HostSlab
 from yuan_train.parallel.tiers import parameters
 from yuan_train.parallel.tiers.parameters import ParameterPages
-from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.train import build
 
 OVERRIDES = (

@@ -10,11 +10,18 @@ import pytest
 import torch
 
 from yuan_train.config.errors import HostMemoryError
-from yuan_train.parallel.device import CPU, CudaDevice, HostLinks, make_link
-from yuan_train.parallel.tiers import slab as slab_module
+from yuan_train.parallel import device as slab_module
+from yuan_train.parallel.device import (
+    CPU,
+    CudaDevice,
+    HostLinks,
+    HostSlab,
+    available_bytes,
+    make_link,
+    piece_bytes,
+)
 from yuan_train.parallel.tiers.activations import HostPool
 from yuan_train.parallel.tiers.optimizer import HostChunk
-from yuan_train.parallel.tiers.slab import HostSlab, available_bytes, piece_bytes
 
 
 def test_pieces_of_a_slab_are_apart_and_begin_at_a_cache_line() -> None:

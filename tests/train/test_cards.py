@@ -19,12 +19,27 @@ from yuan_train.config.model import LoraConfig
 from yuan_train.config.plan import Plan, RankPlan, copied_bytes, snapshot_bytes
 from yuan_train.config.run import HostCopies
 from yuan_train.parallel.device import CardFacts, CardMemory
-from yuan_train.train import cards, memory
+from yuan_train.train import agreement
 from yuan_train.train import job as job_module
-from yuan_train.train.agreement import RankCard, find_fault, node_lines
-from yuan_train.train.cards import check_card, choose_card, has_code_for
-from yuan_train.train.job import Position, choose_device, choose_planned, prepare, types_here
-from yuan_train.train.memory import Needs, check_card_memory, host_note, needs_of
+from yuan_train.train.agreement import (
+    Needs,
+    RankCard,
+    check_card_memory,
+    find_fault,
+    host_note,
+    needs_of,
+    node_lines,
+)
+from yuan_train.train.job import (
+    Position,
+    check_card,
+    choose_card,
+    choose_device,
+    choose_planned,
+    has_code_for,
+    prepare,
+    types_here,
+)
 from yuan_train.train.run import train
 
 CU130 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
@@ -188,17 +203,17 @@ def test_a_card_without_code_names_the_wheel() -> None:
 def test_why_there_is_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "built without CUDA" in cards.why_no_card()
+    assert "built without CUDA" in job_module.why_no_card()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cards, "cuda_of_driver", lambda: None)
-    assert cards.why_no_card() == "no driver is loaded"
-    monkeypatch.setattr(cards, "cuda_of_driver", lambda: "12.2")
-    assert "the driver knows CUDA up to 12.2" in cards.why_no_card()
-    assert "cu126 builds" in cards.why_no_card()
-    monkeypatch.setattr(cards, "cuda_of_driver", lambda: "13.1")
-    assert "shows none" in cards.why_no_card()
+    monkeypatch.setattr(job_module, "cuda_of_driver", lambda: None)
+    assert job_module.why_no_card() == "no driver is loaded"
+    monkeypatch.setattr(job_module, "cuda_of_driver", lambda: "12.2")
+    assert "the driver knows CUDA up to 12.2" in job_module.why_no_card()
+    assert "cu126 builds" in job_module.why_no_card()
+    monkeypatch.setattr(job_module, "cuda_of_driver", lambda: "13.1")
+    assert "shows none" in job_module.why_no_card()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert cards.why_no_card() == "CUDA_VISIBLE_DEVICES=-1 hides all cards"
+    assert job_module.why_no_card() == "CUDA_VISIBLE_DEVICES=-1 hides all cards"
 
 
 def told(rank: int, host: str, facts: CardFacts, **changes: object) -> RankCard:
@@ -253,7 +268,7 @@ def test_the_forecast_beside_the_memory_that_is_there(monkeypatch: pytest.Monkey
     total = R4090.memory
     idle = CardMemory(total, total - GIB, 0, 0, 0, 0)
     assert check_card_memory(plan.ranks[0], needs, idle, R4090) is None
-    monkeypatch.setattr(memory, "card_users", lambda address: ["process 12 (python, 8000 MiB)"])
+    monkeypatch.setattr(agreement, "card_users", lambda address: ["process 12 (python, 8000 MiB)"])
     note = check_card_memory(plan.ranks[0], needs, replace(idle, free=total - 8 * GIB), R4090)
     assert note is not None and note.startswith("rank 0 (a/0): the plan's forecast takes 20.0 GiB of NVIDIA")
     assert "15.5 GiB of 23.5 GiB are free" in note and "process 12 (python, 8000 MiB)" in note
@@ -309,9 +324,9 @@ def test_who_else_is_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     program.write_text(f"#!/bin/sh\nprintf '{lines}\\n'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert memory.card_users("0000:01:00.0") == ["process 12 (python, 8000 MiB)"]
+    assert agreement.card_users("0000:01:00.0") == ["process 12 (python, 8000 MiB)"]
     program.unlink()
-    assert memory.card_users("0000:01:00.0") == []
+    assert agreement.card_users("0000:01:00.0") == []
 
 
 def test_a_run_on_a_card(
@@ -328,7 +343,7 @@ def test_a_run_on_a_card(
     ]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(job_module, "choose_device", partial(choose_device, cards=lambda: box))
-    monkeypatch.setattr(memory, "card_users", lambda address: ["process 12 (python, 20480 MiB)"])
+    monkeypatch.setattr(agreement, "card_users", lambda address: ["process 12 (python, 20480 MiB)"])
     forecast = forecast_plan().forecast
     assert forecast is not None
     job = prepare(run, replace(plan, forecast=replace(forecast, stages=forecast.stages[:1])), Position())

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.support.ranks import Case, run_alone
-from yuan_train.parallel.device import CPU, CudaDevice
+from yuan_train.parallel.device import CPU, CudaDevice, peak_footprint_bytes, peak_memory_bytes
 from yuan_train.train import run, step
-from yuan_train.train.memory import peak_footprint_bytes, peak_memory_bytes
 from yuan_train.train.trace import StepClock
 
 

@@ -14,8 +14,7 @@ from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import load_profile
 from yuan_train.models import compiled
-from yuan_train.train.cards import check_compiler, compiler_fault
-from yuan_train.train.job import Position, prepare
+from yuan_train.train.job import Position, check_compiler, compiler_fault, prepare
 
 # See tests/models/test_compiled.py.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -12,7 +12,7 @@ import pytest
 CODE = '''
 import resource, torch
 from yuan_train.parallel.device import CPU
-from yuan_train.train.memory import keep_freed_memory
+from yuan_train.parallel.device import keep_freed_memory
 
 def micro_batch():
     held = [torch.ones(1 << 18) for _ in range(32)]

@@ -25,11 +25,10 @@ from yuan_train.config.cluster import load_cluster
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.profile import ProfileEntry, StageStart, load_profile
-from yuan_train.parallel.device import CPU, Device
+from yuan_train.parallel.device import CPU, Device, can_track_memory
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.profile import units
 from yuan_train.train import job
-from yuan_train.train.memory import can_track_memory
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = """

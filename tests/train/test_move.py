@@ -39,7 +39,7 @@ from yuan_train.parallel.environment import NEXT_PLAN
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.transfer import plan_holdings
 from yuan_train.report.run_log import read_run
-from yuan_train.train import move, run
+from yuan_train.train import run, saver
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.step import Trainer
 
@@ -130,12 +130,12 @@ def moving(chain: Chain, rank: int, found: list[dict[str, Any]]) -> Iterator[Non
         found.append(told | {"pid": os.getpid(), "groups": count_groups()})
         return job, engine, progress, num_bytes
 
-    unpack = _flip_first(move.unpack) if chain.is_corrupted and not rank else move.unpack
+    unpack = _flip_first(saver.unpack) if chain.is_corrupted and not rank else saver.unpack
     with (
         patch.dict(os.environ, {NEXT_PLAN: str(path)}),
         patch.object(run, "_request", ask),
         patch.object(run, "move_to", move_there),
-        patch.object(move, "unpack", unpack),
+        patch.object(saver, "unpack", unpack),
     ):
         yield
 
@@ -310,7 +310,7 @@ def test_a_card_has_no_room_for_two_plans_and_needs_none(
     alone(Chain(run_file, tmp_path / "cpu", plans, more), capsys)
     losses = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in ("moves", "cpu")]
     assert losses[0] == losses[1]
-    monkeypatch.setattr(move, "take_apart", lambda *_: None)
+    monkeypatch.setattr(run, "take_apart", lambda *_: None)
     card = FakeCard(memory=4 << 20)
     with card.counting(), pytest.raises(TrainingError, match="out of memory"):
         alone(Chain(run_file, tmp_path / "full", plans, more), capsys, card)
@@ -343,7 +343,7 @@ def asks_to_move() -> Iterator[None]:
 @contextmanager
 def dies_in_the_move() -> Iterator[None]:
     """The command of a rank that is killed when it has got the first message of what it lacks."""
-    with patch.object(move, "unpack", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+    with patch.object(saver, "unpack", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
         yield
 
 

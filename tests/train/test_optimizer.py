@@ -17,8 +17,8 @@ from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.zero import OwnedState
-from yuan_train.train.optimizer import Optimizer
 from yuan_train.train.run import learning_rate
+from yuan_train.train.step import Optimizer
 
 
 def config(**changes) -> OptimizerConfig:

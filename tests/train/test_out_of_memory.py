@@ -16,7 +16,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import CPU
 from yuan_train.schedule.step import Step
-from yuan_train.train.memory import explaining_memory
+from yuan_train.train.ending import explaining_memory
 
 GIB = 2**30
 FULL = torch.OutOfMemoryError(

@@ -17,7 +17,7 @@ from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.parallel.tiers.optimizer import HostChunk
 from yuan_train.train.job import Position, prepare
-from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.step import Optimizer
 
 TEXT = "1x4: 6@0,1 / 1x4: 2@2 | 4@3"
 SHARDED = {"optimizer_sharding": True, "optimizer_share": [1, 3, 2]}

@@ -19,7 +19,7 @@ from tests.support.commands import Refuse
 from tests.support.project import make_project, run_config
 from tests.train.test_metrics import METRICS
 from yuan_train.config.errors import ConfigError
-from yuan_train.train import trackers
+from yuan_train.train import metrics
 from yuan_train.train.metrics import Log
 
 LOSSES = [2.5, 2.25, 2.0]
@@ -110,7 +110,7 @@ def test_mlflow_keeps_the_run_and_goes_on_in_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     directory = write_steps(tmp_path, "mlflow", range(1, 3), project="ours", name="first")
     write_steps(tmp_path, "mlflow", range(3, 4), project="ours", name="first")
-    client = mlflow.MlflowClient(tracking_uri=trackers._local_store(directory))
+    client = mlflow.MlflowClient(tracking_uri=metrics._local_store(directory))
     (found,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
     history = client.get_metric_history(found.info.run_id, "loss")
     assert [(item.step, item.value) for item in history] == list(enumerate(LOSSES, 1))
@@ -134,7 +134,7 @@ def test_trackio_keeps_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_missing_package_ends_the_run_before_it_begins_with_what_to_install(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuse: Refuse
 ) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda name: name == "tensorboard")
+    monkeypatch.setattr(metrics, "_is_installed", lambda name: name == "tensorboard")
     words = (f"log.directory={tmp_path / 'log'}", "log.to=[tensorboard,wandb,mlflow]")
     said = refuse("train", "--config", run_file, *words)
     assert "log.to: wandb, mlflow: not installed" in said and "pip install wandb mlflow" in said
@@ -150,7 +150,7 @@ class Failing:
 
     identity = None
 
-    def __init__(self, place: trackers.Place) -> None:
+    def __init__(self, place: metrics.Place) -> None:
         self.closed = False
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -164,7 +164,7 @@ class Failing:
 def test_a_tracker_that_fails_ends_itself_and_not_the_run(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(trackers.OPENERS, "wandb", Failing)
+    monkeypatch.setitem(metrics.OPENERS, "wandb", Failing)
     run = run_config(run_file, f"log.directory={tmp_path / 'log'}", "log.to=[wandb]")
     stream = io.StringIO()
     log = Log(run, first_step=1, stream=stream)
@@ -180,10 +180,10 @@ def test_a_tracker_that_fails_ends_itself_and_not_the_run(
 def test_a_tracker_that_does_not_open_is_named(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(place: trackers.Place) -> Failing:
+    def refuse(place: metrics.Place) -> Failing:
         raise RuntimeError("api_key not configured")
 
-    monkeypatch.setitem(trackers.OPENERS, "wandb", refuse)
+    monkeypatch.setitem(metrics.OPENERS, "wandb", refuse)
     run = run_config(run_file, f"log.directory={tmp_path / 'log'}", "log.to=[wandb]")
     with pytest.raises(ConfigError, match="log.to: wandb: cannot be opened: api_key not configured"):
         Log(run, first_step=1)

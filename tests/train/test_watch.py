@@ -13,7 +13,7 @@ from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.device import Mark
 from yuan_train.parallel.grid import Grid
 from yuan_train.schedule.step import Step
-from yuan_train.train.watch import Watch, watching
+from yuan_train.train.ending import Watch, watching
 
 BACKWARD = Step("backward", 0, 4)
 GRADIENT = Activity("wait", Step("receive_gradient", 0, 4))

@@ -26,8 +26,15 @@ from tools.bench.harness import Row, case
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.models.rotary import rotary_tables
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.parallel.device import CPU, CudaDevice, Device
-from yuan_train.train.memory import can_track_memory, held_bytes, peak_memory_bytes, reset_peak_memory
+from yuan_train.parallel.device import (
+    CPU,
+    CudaDevice,
+    Device,
+    can_track_memory,
+    held_bytes,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 
 EPSILON = 1e-6
 VOCABULARY = 135_040

@@ -152,7 +152,7 @@ def examine(*, hidden: int) -> Facts:
     import torch.distributed as dist
     from yuan_kernels import ops
 
-    from yuan_train.train.cards import compiler_fault, driver_version, nccl_version, why_no_card
+    from yuan_train.train.job import compiler_fault, driver_version, nccl_version, why_no_card
 
     devices = _devices()
     found: Facts = {
@@ -272,8 +272,7 @@ def _devices() -> list[Facts]:
 
 
 def _card(card: Device) -> Facts:
-    from yuan_train.train.cards import architecture_fault, driver_fault, type_of
-    from yuan_train.train.job import numa_node
+    from yuan_train.train.job import architecture_fault, driver_fault, numa_node, type_of
 
     facts = card.facts()
     assert facts is not None
@@ -423,7 +422,7 @@ NUMA_NODES = Path("/sys/devices/system/node")
 
 def host_facts() -> Facts:
     """What stages may put on this host: bytes, None without a limit."""
-    from yuan_train.parallel.tiers.slab import MAX_SHARE, available_bytes
+    from yuan_train.parallel.device import MAX_SHARE, available_bytes
 
     available, (locked, _) = available_bytes(), resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {

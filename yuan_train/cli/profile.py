@@ -324,8 +324,7 @@ def _measure_here(
     """The profile and this process's rank. Under torchrun all ranks measure their cards at the same time, as
     they run in training, then the links between them."""
     from yuan_train.parallel.groups import init_distributed, shutdown
-    from yuan_train.train.cards import check_compiler
-    from yuan_train.train.job import find_position
+    from yuan_train.train.job import check_compiler, find_position
 
     position = find_position()
     if cluster is not None and position.world_size not in (1, len(cluster.cards)):
@@ -454,9 +453,9 @@ def _all_gather(value: T) -> list[T]:
 
 def _measure_card(bench: Bench) -> Profile:
     """A profile of the entries that this rank takes part in."""
+    from yuan_train.parallel.device import long_lived_objects
     from yuan_train.profile.units import ProfileCase, machine_name, measure_reserved, name_of
     from yuan_train.train.build import DTYPES
-    from yuan_train.train.memory import long_lived_objects
 
     config, model = bench.config, bench.model
     precision = config.train.precision if config else "bf16"

@@ -5,20 +5,31 @@ on its tensors, and streams of copies beside it; a mark is a point of a stream. 
 a call returns.
 
 Between a card and its host copies run beside the compute, first in, first out; the link of a simulated card
-is a thread that takes as long.
+is a thread that takes as long. Memory of the host that a card copies to and from is mapped once, registered
+with CUDA, handed out in pieces (`HostSlab`). Torch's allocator of pinned memory rounds every block up to a
+power of two. A slab takes what is asked for, and is shared memory, which the kernel counts apart from what a
+simulated card takes.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import math
+import mmap
 import queue
+import re
+import resource
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,7 +41,6 @@ from yuan_train.parallel.activity import Activity, during
 from yuan_train.schedule.step import Step
 
 Copy = Callable[[], None]
-
 MESSAGE_CTAS = 4
 """Thread blocks of an NCCL communicator of two ranks that carries messages.
 
@@ -83,6 +93,11 @@ class CardMemory:
     most_allocated: int
     """Since the process started, or since `reset_peak_memory`; so `most_reserved`."""
     most_reserved: int
+
+    @property
+    def foreign(self) -> int:
+        """What others than the allocator hold: context, communicators, other processes."""
+        return max(0, self.total - self.free - self.reserved)
 
 
 @dataclass(frozen=True)
@@ -491,3 +506,152 @@ class _SlowLink:
             time.sleep(max(0.0, self._free - time.perf_counter()))
 
         return self._thread.begin(work)
+
+
+ALIGNMENT = 64
+"""Bytes; where a piece begins, a vector of any processor begins."""
+MAX_SHARE = 0.8
+"""Of the available memory, what a slab may take; the rest is for the page cache and the data loader."""
+
+
+class HostSlab:
+    """`num_bytes` of host memory for a device; they stay as long as a piece of them does.
+
+    Raises HostMemoryError if that is more than MAX_SHARE of what is available, or CUDA may not pin so much.
+    """
+
+    def __init__(self, num_bytes: int, *, device: Device, what: str) -> None:
+        """`what` names the use, in errors."""
+        available = available_bytes()
+        if num_bytes > MAX_SHARE * available:
+            raise HostMemoryError(
+                f"{what}: needs {show_bytes(num_bytes)} of host memory, and {show_bytes(available)} are "
+                f"available, of which at most {MAX_SHARE:.0%} are taken; let stages put less on the host, or "
+                "run fewer ranks on this machine"
+            )
+        # Its pages are taken at once, on the NUMA node of this process: the next slab sees them gone.
+        populated = getattr(mmap, "MAP_POPULATE", 0)
+        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | populated)
+        self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        self._used = 0
+        self.num_bytes = num_bytes
+        if num_bytes:
+            # Copies then run beside the compute.
+            device.register(self._bytes, what)
+
+    def take(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next piece, [num_elements] of `dtype`, zero where nothing was written; never given back."""
+        start, size = self._used, num_elements * dtype.itemsize
+        assert start + size <= self.num_bytes, "the slab is too small"
+        self._used += piece_bytes(num_elements, dtype)
+        return self._bytes[start : start + size].view(dtype)
+
+
+def piece_bytes(num_elements: int, dtype: torch.dtype) -> int:
+    """What a piece takes of a slab."""
+    return -(-num_elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Host memory that may still be taken here: what the kernel says, and the limit of the control group (v2)
+    if that is less; inf where neither is told."""
+    found = math.inf
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        if "MemAvailable" in lines:
+            found = 1024.0 * int(lines["MemAvailable"].split()[0])
+    limit, used = group / "memory.max", group / "memory.current"
+    if limit.exists() and used.exists() and (most := limit.read_text(encoding="ascii").strip()) != "max":
+        found = min(found, max(0.0, float(most) - float(used.read_text(encoding="ascii"))))
+    return found
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Options of glibc's mallopt."""
+_LARGEST_KEPT = 32 << 20
+"""Bytes: the largest M_MMAP_THRESHOLD that glibc accepts; it maps larger blocks from the system each time."""
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_memory_bytes(device: Device) -> int:
+    """Peak bytes held since the process started, or since `reset_peak_memory`; on CUDA by tensors."""
+    if (card := device.memory()) is not None:
+        return card.most_allocated
+    if STATUS.exists():
+        return _resident("VmHWM")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_footprint_bytes(device: Device) -> int:
+    """Peak bytes taken of a device since the process started, in the terms of a plan's memory forecast.
+
+    On CUDA that is more than tensors: the allocator's blocks at their peak, with what fragmentation wastes,
+    and what is outside of it now (context, kernels, communicators), which the forecast calls `reserved`. The
+    driver does not say whose that is, so other processes on the card count too. On a CPU as
+    `peak_memory_bytes`.
+    """
+    card = device.memory()
+    return peak_memory_bytes(device) if card is None else card.most_reserved + card.foreign
+
+
+def can_track_memory(device: Device) -> bool:
+    """Whether `held_bytes` and `reset_peak_memory` work here: on CUDA, and on Linux."""
+    return device.is_card or (STATUS.exists() and CLEAR.exists())
+
+
+def held_bytes(device: Device) -> int:
+    """Bytes held now."""
+    card = device.memory()
+    return _resident("VmRSS") if card is None else card.allocated
+
+
+def reset_peak_memory(device: Device) -> None:
+    """Start a new peak from what is held now."""
+    if device.is_card:
+        device.reset_peak_memory()
+    else:
+        CLEAR.write_text("5")
+
+
+def keep_freed_memory(device: Device) -> None:
+    """Let the CPU allocator keep freed memory for the next micro-batch. Nothing on CUDA, or without glibc.
+
+    Returned to the system, every page would have to be cleared again: a tenth of a small layer's time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if not device.is_card else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
+        mallopt(_TRIM_THRESHOLD, -1)
+
+
+@contextmanager
+def long_lived_objects() -> Iterator[None]:
+    """Take all objects of the process as lasting, so that a collection looks through the new ones alone.
+
+    A process with torch has hundreds of thousands: each collection takes a tenth of a second over them.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def release_free_memory(device: Device) -> None:
+    """Return free memory to the card or the system, as far as the allocator can."""
+    gc.collect()
+    if device.is_card:
+        device.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _resident(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), re.MULTILINE)
+    assert found is not None, f"{STATUS} has no {field}"
+    return int(found[1]) * 1024

@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from yuan_train.config.architecture import ADAPTERS
 from yuan_train.parallel.activity import Activity, during
+from yuan_train.parallel.device import HostSlab
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard, num_elements, part_of
-from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.schedule.step import RankProgram, Step
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

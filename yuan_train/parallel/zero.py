@@ -23,7 +23,7 @@ import torch
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import BUCKET_SIZE
 from yuan_train.config.units import DISK_STATES
-from yuan_train.parallel.device import CPU, Device, make_links
+from yuan_train.parallel.device import CPU, Device, HostSlab, make_links
 from yuan_train.parallel.gradients import FlatBucket, Piece, Slice, squared_norm, sum_of_squares
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.shard import TensorBox, box_views
@@ -42,7 +42,6 @@ from yuan_train.parallel.tiers.optimizer import (
     owner_ranges,
     page_state_bytes,
 )
-from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.transport import Pending
 
 

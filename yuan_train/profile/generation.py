@@ -28,6 +28,7 @@ from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import RankRuntime, init_shard
+from yuan_train.parallel.device import release_free_memory
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import GradReducer
 from yuan_train.parallel.grid import Grid
@@ -40,7 +41,6 @@ from yuan_train.rl.generator import EngineShape, GenerationEngine, SamplingParam
 from yuan_train.rl.helpers import Scorers
 from yuan_train.rl.updates import token_advantages
 from yuan_train.schedule.schedules import forward_only
-from yuan_train.train.memory import release_free_memory
 
 ROUNDS = 8
 """Of a call that is measured."""

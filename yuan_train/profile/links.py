@@ -23,10 +23,9 @@ from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import Backend, Simulated
 from yuan_train.config.plan import share_only_gloo
 from yuan_train.config.profile import HostProfile, LinkProfile, NodeLinkProfile
-from yuan_train.parallel.device import Device, Transfer, begin_copy, make_link
+from yuan_train.parallel.device import Device, HostSlab, Transfer, begin_copy, make_link
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.groups import make_pair
-from yuan_train.parallel.tiers.slab import HostSlab
 from yuan_train.parallel.transport import Transport
 from yuan_train.profile.units import now
 

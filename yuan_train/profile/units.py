@@ -31,25 +31,26 @@ from yuan_train.models.initial import initial_rows
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.parallel.apply import init_shard, remove_experts
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
-from yuan_train.parallel.device import Device, name_and_memory
+from yuan_train.parallel.device import (
+    Device,
+    can_track_memory,
+    held_bytes,
+    keep_freed_memory,
+    name_and_memory,
+    peak_memory_bytes,
+    release_free_memory,
+    reset_peak_memory,
+)
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups, one_communicator
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
-from yuan_train.train.cards import type_of
 from yuan_train.train.feed import MicroBatch, make_micro_batch, resets_after
-from yuan_train.train.memory import (
-    can_track_memory,
-    held_bytes,
-    keep_freed_memory,
-    peak_memory_bytes,
-    release_free_memory,
-    reset_peak_memory,
-)
-from yuan_train.train.optimizer import Optimizer
+from yuan_train.train.job import type_of
 from yuan_train.train.stage import StageRunner
+from yuan_train.train.step import Optimizer
 
 SECONDS_PER_UNIT = 1.5
 """How long each unit is repeated, so that all cards measured together are busy all the time."""

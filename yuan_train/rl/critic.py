@@ -31,7 +31,7 @@ from yuan_train.rl.job import RLJob
 from yuan_train.rl.passes import Lanes, RowFeed, places, token_values
 from yuan_train.train.build import build, publish
 from yuan_train.train.engine import StepRequest
-from yuan_train.train.objective import Targets
+from yuan_train.train.stage import Targets
 from yuan_train.train.step import Trainer
 
 

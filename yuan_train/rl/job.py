@@ -18,7 +18,7 @@ from yuan_train.rl.experience import Answers
 from yuan_train.rl.reading_model import find_reading_model
 from yuan_train.rl.servers import check_servers
 from yuan_train.train.job import Job, Position, check_position
-from yuan_train.train.trackers import check_trackers
+from yuan_train.train.metrics import check_trackers
 
 MOST_SLOTS = 128
 """Slots of an engine, unless the run says how many."""

@@ -26,6 +26,7 @@ from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.board import Board, RolePosition, join_role, meet
+from yuan_train.parallel.device import keep_freed_memory
 from yuan_train.parallel.groups import enter_role, enter_world, sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector, turns_of
@@ -43,10 +44,9 @@ from yuan_train.rl.scoring import Requests
 from yuan_train.rl.updates import Updater, UpdateResult
 from yuan_train.train.agreement import agree_on_job
 from yuan_train.train.build import build, restore
-from yuan_train.train.ending import ending_together
+from yuan_train.train.ending import ending_together, explaining_memory
 from yuan_train.train.engine import Progress, StepRecord, StepRequest, StepResult, World, step_metrics
 from yuan_train.train.job import Job
-from yuan_train.train.memory import explaining_memory, keep_freed_memory
 from yuan_train.train.metrics import StepMetrics, close_quietly, open_after, write_lines
 from yuan_train.train.run import run_loop
 from yuan_train.train.step import Trainer

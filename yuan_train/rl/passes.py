@@ -33,7 +33,7 @@ from yuan_train.parallel.groups import sum_over_world
 from yuan_train.rl.experience import Answers, Rows
 from yuan_train.train.engine import StepRequest, StepResult
 from yuan_train.train.feed import MicroBatch, Passes
-from yuan_train.train.objective import Targets
+from yuan_train.train.stage import Targets
 from yuan_train.train.step import Trainer, forward_pass, recording, train_step
 
 

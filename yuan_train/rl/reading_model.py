@@ -25,7 +25,7 @@ from yuan_train.rl.experience import Rows, make_score_rows
 from yuan_train.rl.passes import Numbers, RowFeed, TokenRecorder, last_values, log_probs_at
 from yuan_train.train.agreement import agreeing
 from yuan_train.train.build import DTYPES
-from yuan_train.train.objective import Targets
+from yuan_train.train.stage import Targets
 from yuan_train.train.step import Trainer
 
 

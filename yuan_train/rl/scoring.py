@@ -45,9 +45,8 @@ from yuan_train.rl.experience import Answers, Rows
 from yuan_train.rl.passes import Lanes, RowFeed, last_values, log_probs_at
 from yuan_train.rl.reading_model import find_reading_model
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
-from yuan_train.train.ending import ending_together, stop_on_sigterm
+from yuan_train.train.ending import ending_together, explaining_memory, stop_on_sigterm
 from yuan_train.train.job import Job, Position, check_position
-from yuan_train.train.memory import explaining_memory
 from yuan_train.train.step import Trainer
 
 

@@ -43,9 +43,8 @@ from yuan_train.rl.generator import EngineShape, GenerationEngine, Token
 from yuan_train.serve.sampler import Asked, SeededSampler
 from yuan_train.train.agreement import settle_forms
 from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
-from yuan_train.train.ending import ending_together
+from yuan_train.train.ending import ending_together, explaining_memory
 from yuan_train.train.job import Position, choose_device, choose_planned
-from yuan_train.train.memory import explaining_memory
 
 STARTUP_SECONDS = 600.0
 """In which all ranks come to meet."""

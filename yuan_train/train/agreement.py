@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import time
 import uuid
 from collections import Counter
@@ -40,21 +41,18 @@ from yuan_kernels import ops
 import yuan_train
 from yuan_train.checkpoint.in_memory import NodeMemory, forget_copies
 from yuan_train.checkpoint.load import check_same_model, find_checkpoints
-from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
+from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, YuanError
 from yuan_train.config.load import as_plain
-from yuan_train.config.plan import node_of
+from yuan_train.config.plan import Plan, RankPlan, copied_bytes, node_of
+from yuan_train.config.run import HostCopies
 from yuan_train.config.units import show_bytes
 from yuan_train.models.transformer import choose_ops
-from yuan_train.parallel.device import CardFacts, Device
+from yuan_train.parallel.device import CardFacts, CardMemory, Device, available_bytes
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import gather_objects, share_object
-from yuan_train.parallel.tiers.slab import available_bytes
-from yuan_train.train.cards import driver_version, machine_id, nccl_version, type_of
-from yuan_train.train.job import Job
-from yuan_train.train.memory import check_card_memory, host_note, needs_of
+from yuan_train.train.job import Job, driver_version, machine_id, nccl_version, type_of
 
 logger = logging.getLogger(__name__)
-
 NODE_LOCAL = (
     "data.train",
     "data.pairs",
@@ -66,10 +64,8 @@ NODE_LOCAL = (
     "train.device",
 )
 """Keys of a run that may differ from node to node: paths, whose contents are compared instead."""
-
 MAX_LISTED = 4
 """Ranks, and differences of each, that a message lists."""
-
 SEEN_WITHIN_SECONDS = 10.0
 """A network file system may show another node's new file only after some seconds."""
 
@@ -269,6 +265,97 @@ def _memory_notes(job: Job) -> Iterator[str]:
         note = host_note(job.plan, entry, available_bytes(), copies=copies)
         if note is not None:
             yield note
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a plan's forecast says that a rank takes: bytes."""
+
+    card: float
+    """At the peak, with what is reserved."""
+    reserved: float
+    """Of these, for the context, communicators and fragmentation."""
+    host: float
+
+
+def needs_of(plan: Plan, rank: int) -> Needs | None:
+    """What a rank takes with all its stages; None without a forecast of them."""
+    if plan.forecast is None:
+        return None
+    own = {(p, s) for p, s, stage in plan.numbered_stages if rank in stage.ranks}
+    stages = [stage for stage in plan.forecast.stages if (stage.pipeline, stage.stage) in own]
+    if not stages:
+        return None
+    reserved = max(stage.memory.reserved for stage in stages)
+    return Needs(
+        card=reserved + sum(stage.peak_memory_bytes - stage.memory.reserved for stage in stages),
+        reserved=reserved,
+        host=sum(stage.host_memory_bytes for stage in stages),
+    )
+
+
+def check_card_memory(entry: RankPlan, needs: Needs, memory: CardMemory, card: CardFacts) -> str | None:
+    """A note where what is free of a card is less than the forecast; None where it is enough.
+
+    Raises PlanError if the whole card is.
+    """
+    name = f"rank {entry.rank} ({entry.device})"
+    if needs.card > memory.total:
+        raise PlanError(
+            f"{name}: the plan's forecast is {show_bytes(needs.card)} at its peak, and {card.name} "
+            f"has {show_bytes(memory.total)} in all; plan again for what the card has (`memory` of its type, "
+            "under device_types in the cluster file)"
+        )
+    wanted = needs.card - needs.reserved
+    # What is reserved is taken already, at least in part.
+    free = memory.free + memory.reserved - memory.allocated
+    if wanted <= free:
+        return None
+    users = ", ".join(card_users(card.pci_address)) or "the driver does not tell whose"
+    return (
+        f"{name}: the plan's forecast takes {show_bytes(wanted)} of {card.name} beside what is "
+        f"reserved, but {show_bytes(free)} of {show_bytes(memory.total)} are free; others are on it: {users}"
+    )
+
+
+def host_note(
+    plan: Plan, entry: RankPlan, available: float, *, copies: HostCopies | None = None
+) -> str | None:
+    """A note of the first rank of a node whose ranks put more on the host than is available there; `copies`
+    are those of saves."""
+    node = node_of(entry)
+    own = [other for other in plan.ranks if node_of(other) == node]
+    if own[0] != entry:
+        return None
+    forecast = sum(needs.host for other in own if (needs := needs_of(plan, other.rank)) is not None)
+    copies = copies or HostCopies()
+    copied = copied_bytes(plan, node, copies)
+    if forecast + copied <= available:
+        return None
+    saves = f" and saves copy {show_bytes(copied)} there ({copies.keys})" if copied else ""
+    return (
+        f"node {node}: by the plan's forecast its {len(own)} ranks put {show_bytes(forecast)} on the "
+        f"host{saves}, of which {show_bytes(available)} are available now"
+    )
+
+
+def card_users(address: str | None) -> list[str]:
+    """The processes on a card, as nvidia-smi tells; empty where it does not."""
+    query = ["nvidia-smi", "--query-compute-apps=gpu_bus_id,pid,process_name,used_memory"]
+    try:
+        ran = subprocess.run(
+            [*query, "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found: list[str] = []
+    for line in ran.stdout.splitlines():
+        bus, *words = (word.strip() for word in line.split(","))
+        # nvidia-smi writes eight digits of the domain, sysfs four.
+        own = address is None or bus.lower().endswith(address.lower())
+        if own and len(words) == 3 and words[0] != str(os.getpid()):
+            found.append(f"process {words[0]} ({words[1]}, {words[2]})")
+    return found
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ from yuan_train.train.agreement import settle_forms
 from yuan_train.train.engine import ExpertLoad, Progress, routers_of
 from yuan_train.train.feed import Feed, Passes, Share, resets_after
 from yuan_train.train.job import Job
-from yuan_train.train.objective import Objective, PairLoss
-from yuan_train.train.optimizer import Optimizer
-from yuan_train.train.stage import PagedRunner, StageRunner, stage_needs
-from yuan_train.train.step import Trainer
+from yuan_train.train.stage import Objective, PagedRunner, PairLoss, StageRunner, stage_needs
+from yuan_train.train.step import Optimizer, Trainer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

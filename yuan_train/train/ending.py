@@ -3,21 +3,30 @@
 A rank that raises prints its error before anything is torn down, which NCCL may never finish, and writes it
 to the board (`parallel/board.py`). A thread of every rank looks at the board: it ends the process if its main
 thread stands in an operation that waits for a rank that has failed, and no library ends that.
+
+On NCCL nothing raises an error when a rank is lost: the host runs ahead, and then stands in a synchronisation
+until NCCL's watchdog ends the process. So another thread (`Watch`) looks, from time to time, at what the card
+has not finished; without a card, at what the host is in. It says which rank waits in which step for whom, and
+for how long, while it waits. A rank that runs out of memory says what of (`explaining_memory`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 
 from yuan_train.config.errors import (
@@ -26,13 +35,17 @@ from yuan_train.config.errors import (
     CheckpointError,
     LostRank,
     NotFinite,
+    TrainingError,
     YuanError,
     mark_as_said,
     say,
 )
+from yuan_train.config.plan import MemoryForecast, Plan, StagePlan
 from yuan_train.config.signals import hearing
+from yuan_train.config.units import show_bytes
+from yuan_train.parallel.activity import Activity, activity_of, observed_by
 from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting
-from yuan_train.parallel.device import Device
+from yuan_train.parallel.device import CardMemory, Device, Mark
 from yuan_train.parallel.environment import (
     NEXT_PLAN,
     running_seconds,
@@ -40,8 +53,10 @@ from yuan_train.parallel.environment import (
     under_launch,
     under_torchrun,
 )
+from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import shutdown
 from yuan_train.parallel.transport import is_lost_connection, without_frames
+from yuan_train.schedule.step import Step
 from yuan_train.train.job import Position
 
 GRACE_SECONDS = 1.5
@@ -392,3 +407,299 @@ def _text(error: BaseException) -> str:
     if isinstance(error, YuanError):
         return str(error)
     return f"{type(error).__name__}: {error}"
+
+
+logger = logging.getLogger(__name__)
+FIRST_NOTICE_SECONDS = 60.0
+"""Wait before the first notice, unless a quarter of `train.timeout` is less; each further one doubles it."""
+LAST_NOTICE = 0.9
+"""Share of `train.timeout` after which the last notice comes, on a card: a little before the watchdog."""
+WATCH_SECONDS = 1.0
+MANY_RANKS = 8
+"""More than these are counted, not named."""
+
+
+class Watch:
+    """Observes a rank's activities, and says, when `check` is called, which one lasts too long.
+
+    On a card, that is the first that the host has enqueued and the card has not finished.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        coord: RankCoord,
+        *,
+        timeout_seconds: float,
+        say: Callable[[str], None],
+        advice: Callable[[], str],
+        mark: Callable[[], Mark] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`mark` enqueues a mark; None without a card. `advice` ends the last notice, on a card."""
+        self._grid = grid
+        self._coord = coord
+        self._say = say
+        self._advice = advice
+        self._mark = mark
+        self._now = now
+        first = min(FIRST_NOTICE_SECONDS, timeout_seconds / 4)
+        self._notices = [first * 2**i for i in range(32) if first * 2**i < timeout_seconds * LAST_NOTICE]
+        self._last_notice = timeout_seconds * LAST_NOTICE
+        self._open: list[tuple[Activity, float]] = []
+        self._enqueued: deque[tuple[Activity, Mark]] = deque()
+        self._training_step = 0
+        self._current: object = None
+        """What was current at the last check, since `_since`, with `_said` notices."""
+        self._since = 0.0
+        self._said = 0
+
+    @property
+    def poll_seconds(self) -> float:
+        """How often to check."""
+        return min(WATCH_SECONDS, (*self._notices, self._last_notice)[0] / 4)
+
+    def begin(self, activity: Activity) -> None:
+        if activity.kind == "training_step":
+            self._training_step = activity.number
+        self._open.append((activity, self._now()))
+
+    def end(self, activity: Activity) -> None:
+        self._open.pop()
+        # The group's broadcast after a message stands behind the message itself, which the wait names.
+        in_wait = any(outer.kind == "wait" for outer, _ in self._open)
+        if self._mark is not None and activity.kind not in ("training_step", "idle") and not in_wait:
+            self._enqueued.append((activity, self._mark()))
+
+    def stop_marking(self) -> None:
+        """Enqueue no more marks: nobody will look at them."""
+        self._mark = None
+
+    def check(self) -> None:
+        """Say what lasts longer than the next notice is due; called from another thread."""
+        found = self._find()
+        if found is None:
+            self._current = None
+            return
+        key, activity, since = found
+        if key is not self._current:
+            self._current, self._since, self._said = key, since, 0
+        waited = self._now() - self._since
+        due = sum(waited >= notice for notice in self._notices)
+        # Who waits for the work of others has no timeout.
+        is_last = self._mark is not None and activity.kind != "idle" and waited >= self._last_notice
+        if is_last and self._said <= len(self._notices):
+            self._said = len(self._notices) + 1
+            self._say(f"{self._text(activity, waited)}; {self._advice()}")
+        elif due > self._said:
+            self._said = due
+            self._say(self._text(activity, waited))
+
+    def _find(self) -> tuple[object, Activity, float] | None:
+        """The current activity, what tells it from any other, and since when it is known to be current."""
+        while self._enqueued and self._enqueued[0][1].query():
+            self._enqueued.popleft()
+        if self._enqueued:
+            first = self._enqueued[0]
+            return first, first[0], self._now()
+        innermost = self._open[-1:]
+        if not innermost or innermost[0][0].kind == "training_step":
+            return None
+        return innermost[0], *innermost[0]
+
+    def _text(self, activity: Activity, waited: float) -> str:
+        return f"step {self._training_step}: {self._coord} has {self._predicate(activity, f'{waited:.0f} s')}"
+
+    def _predicate(self, activity: Activity, seconds: str) -> str:
+        """`waited 62 s in the backward of micro-batch 4 for rank 5's gradient`."""
+        step, ranks = activity.step, activity.ranks
+        if activity.kind == "wait":
+            assert step is not None
+            what = "forward" if step.kind == "receive_activation" else "backward"
+            where = f"the {what} of micro-batch {step.micro_batch}{self._on_stage(step)}"
+            return f"waited {seconds} in {where} for {self._message(step)}"
+        if activity.kind in ("collective", "idle"):
+            return f"waited {seconds} in {activity.what} for {self._others(ranks)}"
+        if activity.kind == "drain":
+            return f"waited {seconds} until its last messages are received"
+        group = self._grid.replica(self._coord)
+        shared = f", with {self._others(group)}" if activity.kind == "compute" and len(group) > 1 else ""
+        return f"been {seconds} in {activity}{shared}"
+
+    def _on_stage(self, step: Step) -> str:
+        """Only a rank of several stages has to say which."""
+        return f" on stage {step.stage}" if len(self._coord.stages) > 1 else ""
+
+    def _message(self, step: Step) -> str:
+        """`rank 5's gradient`."""
+        peer_stage = step.stage + (-1 if step.kind == "receive_activation" else 1)
+        peer = self._grid.peer(self._coord, peer_stage, step.micro_batch)
+        message = f"rank {peer}'s {step.kind.removeprefix('receive_')}"
+        leader = self._grid.replica(self._coord)[0]
+        if leader == self._coord.rank:
+            return message
+        return f"rank {leader}, which receives {message} for the tensor-parallel group"
+
+    def _others(self, ranks: tuple[int, ...]) -> str:
+        others = [rank for rank in ranks if rank != self._coord.rank]
+        if len(others) == 1:
+            return f"rank {others[0]}"
+        if len(others) > MANY_RANKS:
+            return f"{len(others)} other ranks"
+        return f"ranks {', '.join(map(str, others))}"
+
+
+@contextmanager
+def watching(
+    grid: Grid,
+    coord: RankCoord,
+    device: Device,
+    *,
+    timeout_seconds: float,
+    last_good: Callable[[], str],
+) -> Iterator[None]:
+    """Watch what this thread does inside, from a thread of its own; nothing if there is a single rank.
+
+    `last_good` says which checkpoint is the last good one.
+    """
+    if len(grid.coords) == 1:
+        yield
+        return
+
+    def advice() -> str:
+        return (
+            f"NCCL is about to end this rank (train.timeout, {timeout_seconds:g} s); {last_good()}. Torch's "
+            "flight recorder then writes the rank's last operations to the file that TORCH_FR_DUMP_TEMP_FILE "
+            "names. Follow who waits for whom: the rank that waits for none is the one to look at"
+        )
+
+    watch = Watch(
+        grid,
+        coord,
+        timeout_seconds=timeout_seconds,
+        say=logger.warning,
+        advice=advice,
+        mark=device.mark if device.is_card else None,
+    )
+    stop = threading.Event()
+    thread = threading.Thread(target=_check_until, args=(watch, stop, device), name="watch", daemon=True)
+    thread.start()
+    try:
+        with observed_by(watch):
+            yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _check_until(watch: Watch, stop: threading.Event, device: Device) -> None:
+    device.use()
+    while not stop.wait(watch.poll_seconds):
+        try:
+            watch.check()
+        except RuntimeError:
+            # The card itself has failed, which the main thread reports.
+            watch.stop_marking()
+            return
+
+
+_WORDS = re.compile(r"out of memory|allocate memory", re.IGNORECASE)
+"""What says so in errors without a class of their own: of torch's allocator on the CPU, and of NCCL."""
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_IN_PIECES = "expandable_segments:True"
+MAX_FOREIGN = 256 << 20
+"""Bytes beyond a card's `reserved` that others than the allocator may hold without a word."""
+
+
+@contextmanager
+def explaining_memory(plan: Plan, rank: int, device: Device) -> Iterator[None]:
+    """Raise out of memory as a TrainingError that says what to do. A rank's plan is that of its role."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and not _WORDS.search(str(error)):
+            raise
+        raise TrainingError(
+            _explain(error, plan, Grid(plan).coords[rank], device.memory(), device.largest_free_block())
+        ) from error
+
+
+def _explain(
+    error: BaseException, plan: Plan, coord: RankCoord, memory: CardMemory | None, block: int
+) -> str:
+    """`memory` and the largest free `block` are the card's, if there is one."""
+    where = activity_of(error)
+    card = plan.ranks[coord.rank]
+    # What else the driver says is below, and its advice is for those who have no plan.
+    reason = str(error).partition("\n")[0].partition(" GPU ")[0].strip()[:300]
+    place = card.device if card.type == "unknown" else f"{card.type} {card.device}"
+    lines = [f"{coord}, {place}: out of memory in {where or 'a step'} ({reason or type(error).__name__})"]
+    forecast = _forecast_of(plan, coord)
+    lines.append("forecast: " + (_parts(forecast) if forecast is not None else "none in this plan"))
+    if memory is not None:
+        lines.append(_taken(memory, block))
+    lines.append(f"what would help: {'; '.join(_remedies(plan, coord, forecast, memory, block))}")
+    return "\n".join(lines)
+
+
+def _forecast_of(plan: Plan, coord: RankCoord) -> MemoryForecast | None:
+    """What the plan has for the rank's card; of several virtual stages that with the most."""
+    stages = plan.forecast.stages if plan.forecast is not None else ()
+    own = [s.memory for s in stages if s.pipeline == coord.pipeline and s.stage in coord.stages]
+    return max(own, key=lambda memory: memory.total, default=None)
+
+
+def _parts(forecast: MemoryForecast) -> str:
+    """`21.3 GiB: parameters 3.1 GiB, ...`."""
+    parts = ", ".join(f"{name} {show_bytes(value)}" for name, value in forecast.categories.items() if value)
+    return f"{show_bytes(forecast.total)}: {parts}"
+
+
+def _taken(memory: CardMemory, block: int) -> str:
+    return (
+        f"taken: allocated {show_bytes(memory.allocated)} (most {show_bytes(memory.most_allocated)}), "
+        f"reserved {show_bytes(memory.reserved)}, {show_bytes(memory.foreign)} outside of torch, free "
+        f"{show_bytes(memory.free)} of {show_bytes(memory.total)}; largest free block {show_bytes(block)}"
+    )
+
+
+def _remedies(
+    plan: Plan, coord: RankCoord, forecast: MemoryForecast | None, memory: CardMemory | None, block: int
+) -> list[str]:
+    """What to change, the likeliest first; keys of the run file, with which to plan again."""
+    found: list[str] = []
+    expected = 0.0 if forecast is None else forecast.reserved
+    if memory is not None and memory.foreign > expected + MAX_FOREIGN:
+        found.append(
+            f"others hold {show_bytes(memory.foreign)} of the card, {show_bytes(expected)} were expected: "
+            "end other processes there (nvidia-smi), or raise `reserved` of its type in the cluster file"
+        )
+    unused = 0 if memory is None else memory.reserved - memory.allocated
+    if (
+        unused > MAX_FOREIGN
+        and block < unused / 2
+        and not any(_IN_PIECES in os.environ.get(name, "") for name in _ALLOCATOR)
+    ):
+        found.append(f"{_ALLOCATOR[0]}={_IN_PIECES}, for what is free is in pieces")
+    pipeline = plan.pipelines[coord.pipeline]
+    stages = [pipeline.stages[stage] for stage in coord.stages]
+    if plan.forecast is not None:
+        found.append("plan again with a smaller search.memory_fraction")
+    if pipeline.micro_batch_size > 1:
+        key = "micro_batch_size" if plan.world_size > 1 else "train.micro_batch_size"
+        found.append(f"{key} below {pipeline.micro_batch_size}")
+    found += _of_stages(stages, is_card=memory is not None)
+    found.append("a shorter data.sequence_length")
+    return found
+
+
+def _of_stages(stages: list[StagePlan], *, is_card: bool) -> list[str]:
+    """What the stages do not use yet."""
+    found: list[str] = []
+    if any(stage.num_recomputed < stage.num_blocks for stage in stages):
+        found.append("recompute: full of more layers (search.recompute)")
+    if is_card and any(stage.optimizer_offload < 1 for stage in stages):
+        found.append("more optimizer_offload (search.offload: [optimizer])")
+    if is_card and not any(stage.activation_offload for stage in stages):
+        found.append("activation_offload (search.offload: [activations])")
+    return found

@@ -18,7 +18,7 @@ from yuan_train.models.attention import find_resets
 from yuan_train.models.transformer import Transformer, choose_ops
 from yuan_train.objectives.losses import reward_loss
 from yuan_train.train.agreement import keep_wide_sums
-from yuan_train.train.objective import row_scores
+from yuan_train.train.stage import row_scores
 
 BATCH_SIZE = 8
 

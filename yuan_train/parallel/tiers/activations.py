@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yuan_train.parallel.device import Device, HostLinks, Transfer, begin_copies
-from yuan_train.parallel.tiers.slab import ALIGNMENT, HostSlab
+from yuan_train.parallel.device import ALIGNMENT, Device, HostLinks, HostSlab, Transfer, begin_copies
 from yuan_train.schedule.copies import Key, Offloads, PartSteps, group_copies
 from yuan_train.schedule.step import Kind, RankProgram, Step
 

@@ -20,8 +20,7 @@ import torch
 
 from yuan_train.config.errors import DiskError, TrainingError
 from yuan_train.config.units import DISK_SLOTS, DISK_STATES, show_bytes, show_seconds
-from yuan_train.parallel.device import Device, InThread, Threads, Transfer
-from yuan_train.parallel.tiers.slab import HostSlab
+from yuan_train.parallel.device import Device, HostSlab, InThread, Threads, Transfer
 
 PAGE = 4096
 """Bytes; direct requests begin and end at multiples of it."""

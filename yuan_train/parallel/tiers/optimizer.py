@@ -17,10 +17,9 @@ import torch
 
 from yuan_train.config import units
 from yuan_train.config.units import DISK_STATES
-from yuan_train.parallel.device import HostLinks, Transfer, begin_copy
+from yuan_train.parallel.device import HostLinks, HostSlab, Transfer, begin_copy, piece_bytes
 from yuan_train.parallel.gradients import FlatBucket, Slice, master_dtype
 from yuan_train.parallel.tiers.disk import DiskStore, FilePiece, file_bytes
-from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
 from yuan_train.parallel.transport import Ranges
 
 CHUNK = 1 << 22

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from yuan_train.parallel.device import Device, HostLinks, Transfer, begin_copy
+from yuan_train.parallel.device import Device, HostLinks, HostSlab, Transfer, begin_copy, piece_bytes
 from yuan_train.parallel.gradients import FlatBucket, master_dtype
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tiers.slab import HostSlab, piece_bytes
 from yuan_train.schedule.check import check_pages
 from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
 from yuan_train.schedule.step import RankProgram, Step
