@@ -16,8 +16,7 @@ from tests.support.project import make_plan, parse_plan, read_metrics, run_confi
 from tests.support.ranks import Case, _run_cases, run_alone, same_saved  # pyright: ignore
 from tests.support.spawn import as_rank, free_port, spawn, start_server, wait_for_step, wait_until
 from yuan_train.checkpoint import save as save_module
-from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.checkpoint.names import LATEST, newest_in, step_name
+from yuan_train.checkpoint.load import LATEST, find_checkpoint, newest_in, step_name
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.train import saver as saver_module

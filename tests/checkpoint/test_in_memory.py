@@ -25,9 +25,8 @@ from tests.support.ranks import Case, run_alone, same_saved
 from tests.support.spawn import Around, as_rank, free_port, spawn, start_ranks
 from yuan_train.checkpoint import in_memory
 from yuan_train.checkpoint.in_memory import DRAFT, NodeMemory, remove_copies, run_folder
-from yuan_train.checkpoint.load import load_tensors
+from yuan_train.checkpoint.load import load_tensors, step_name
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.checkpoint.names import step_name
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.shard import TensorBox

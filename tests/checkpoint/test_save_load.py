@@ -12,8 +12,17 @@ import torch
 
 from tests.support.project import MODEL
 from yuan_train.checkpoint import save as saving
-from yuan_train.checkpoint.load import describe, find_checkpoint, load_tensors
-from yuan_train.checkpoint.names import LATEST, MANIFEST, STATE, newest_in, step_name, steps_in
+from yuan_train.checkpoint.load import (
+    LATEST,
+    MANIFEST,
+    STATE,
+    describe,
+    find_checkpoint,
+    load_tensors,
+    newest_in,
+    step_name,
+    steps_in,
+)
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError
 

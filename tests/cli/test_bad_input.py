@@ -16,7 +16,7 @@ import yaml
 from tests.support.commands import Refuse
 from tests.support.project import make_plan, run_config
 from tests.support.rl import write_rl
-from yuan_train.checkpoint.names import step_name
+from yuan_train.checkpoint.load import step_name
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
 from yuan_train.config.load import as_plain

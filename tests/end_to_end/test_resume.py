@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.project import difference, make_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases, same_saved
-from yuan_train.checkpoint.names import step_name
+from yuan_train.checkpoint.load import step_name
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, plans_in, save_plan
 

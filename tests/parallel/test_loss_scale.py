@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases, same_saved, saved_tensors
-from yuan_train.checkpoint.names import MANIFEST, STATE, step_name
+from yuan_train.checkpoint.load import MANIFEST, STATE, step_name
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import LossScaleConfig

@@ -50,7 +50,7 @@ from tests.support.supervised import (
     words,
 )
 from tools.bench.harness import MISSED, Row, case
-from yuan_train.checkpoint.names import faults_of, step_name, steps_in
+from yuan_train.checkpoint.load import faults_of, step_name, steps_in
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, plans_in, save_plan
 from yuan_train.parallel.environment import NEXT_PLAN

@@ -25,10 +25,16 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
-from yuan_train.checkpoint.names import BUFFERS, STATE, WEIGHTS, steps_in
-from yuan_train.checkpoint.save import copy_tokenizer
-from yuan_train.checkpoint.stream import LazyTensor, save_streamed, split_into_shards, write_safetensors
+from yuan_train.checkpoint.load import (
+    BUFFERS,
+    STATE,
+    WEIGHTS,
+    Checkpoint,
+    LazyTensor,
+    WholeTensorReader,
+    steps_in,
+)
+from yuan_train.checkpoint.save import copy_tokenizer, save_streamed, split_into_shards, write_safetensors
 from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import build

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from yuan_train.checkpoint.hf import Imported, is_finite, new_folder, weights_state
-from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
-from yuan_train.checkpoint.names import WEIGHTS
-from yuan_train.checkpoint.stream import LazyTensor, save_streamed
+from yuan_train.checkpoint.load import WEIGHTS, Checkpoint, LazyTensor, WholeTensorReader
+from yuan_train.checkpoint.save import save_streamed
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.architectures.yuan import published_layout

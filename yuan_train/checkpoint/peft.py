@@ -28,9 +28,8 @@ from yuan_train.checkpoint.hf import (
     read_json_object,
     weights_state,
 )
-from yuan_train.checkpoint.load import Checkpoint, WholeTensorReader
-from yuan_train.checkpoint.names import WEIGHTS
-from yuan_train.checkpoint.stream import LazyTensor, save_streamed, write_safetensors
+from yuan_train.checkpoint.load import WEIGHTS, Checkpoint, LazyTensor, WholeTensorReader
+from yuan_train.checkpoint.save import save_streamed, write_safetensors
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import LoraConfig, ModelConfig, adapted
 from yuan_train.models.published import TensorMapping, format_of

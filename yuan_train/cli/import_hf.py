@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from yuan_train.checkpoint.names import TOKENIZER
+from yuan_train.checkpoint.load import TOKENIZER
 from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.load import dump_plain
 from yuan_train.config.model import HUB_NAME, RotaryForm

@@ -686,7 +686,7 @@ def model_of_checkpoint(path: str | Path) -> Document:
 
 
 def _checkpoint_model(path: Path) -> Document | None:
-    """None if no checkpoint is there. The names are those of `checkpoint/names.py`, a floor above."""
+    """None if no checkpoint is there. The names are those of `checkpoint/load.py`, a floor above."""
     steps = [path] if (path / STATE).is_file() else newest_steps(path)
     return next((found for step in steps if (found := _model_of_state(step / STATE)) is not None), None)
 

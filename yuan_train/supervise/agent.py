@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.checkpoint.in_memory import remove_copies
-from yuan_train.checkpoint.names import faults_of, step_name, steps_in
+from yuan_train.checkpoint.load import faults_of, step_name, steps_in
 from yuan_train.config.document import is_mapping
 from yuan_train.config.errors import CAUSE, NOT_IN_PLACE, NoPlanFits
 from yuan_train.config.load import dump, write_text

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
+from yuan_train.checkpoint.load import WEIGHTS
 from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.checkpoint.names import WEIGHTS
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.load import write_text
 from yuan_train.config.plan import Plan
