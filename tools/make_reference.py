@@ -11,8 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from yuan_train.cli.keys import key_words
-from yuan_train.report.keys import KINDS, Key, file_keys, schema_text
+from yuan_train.cli.keys import KINDS, Key, file_keys, key_words, schema_text
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = 120

@@ -20,8 +20,7 @@ from yuan_train.cli.plan_nodes import parse_address
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Node
 from yuan_train.config.plan_constraints import load_plan, save_plan
-from yuan_train.machine.hosts import RemoteHost, parse_hosts, read_hostfile, ssh_words
-from yuan_train.machine.reach import Task, run_together
+from yuan_train.machine.hosts import RemoteHost, Task, parse_hosts, read_hostfile, run_together, ssh_words
 from yuan_train.parallel.environment import network_defaults
 
 GOOD = """\

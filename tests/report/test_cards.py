@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.logs import BEGAN, LAST, write_run
 from yuan_train.cli.main import main
-from yuan_train.report.cards import card_rows, rent, waits_for
-from yuan_train.report.run_log import RunLog, read_run
+from yuan_train.report.run_log import RunLog, card_rows, read_run, rent, waits_for
 from yuan_train.report.run_page import plan_marks, run_lines, timeline
 
 

@@ -17,9 +17,8 @@ import yaml
 from tests.support.commands import Refuse
 from tests.support.logs import write_run
 from yuan_train.cli.main import main
-from yuan_train.report.journal import Journal, read_entries
+from yuan_train.report.lines import GrowingFile, Journal, read_entries
 from yuan_train.report.run_log import RunReader, read_run
-from yuan_train.report.steps import GrowingFile
 from yuan_train.train.metrics import open_after
 
 OF_RL = "rl.jsonl"

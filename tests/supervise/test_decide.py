@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from yuan_train.config.run import SuperviseConfig
-from yuan_train.report.journal import FILE, Journal, read_entries
+from yuan_train.report.lines import FILE, Journal, read_entries
 from yuan_train.supervise import agent as agents
 from yuan_train.supervise.agent import Start, repeats, weigh_move
 from yuan_train.supervise.room import Agent, Directive

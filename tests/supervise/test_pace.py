@@ -15,7 +15,7 @@ from tests.support.project import make_project, parse_plan, run_config, with_for
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, plan_digest, save_plan
 from yuan_train.config.run import SuperviseConfig
-from yuan_train.report.journal import read_entries
+from yuan_train.report.lines import read_entries
 from yuan_train.report.run_log import measured_pace, read_run
 from yuan_train.report.run_page import run_lines
 from yuan_train.supervise.agent import Lead, Supervised, Weighed

@@ -18,7 +18,7 @@ import yaml
 from tests.support.networks import Host
 from tests.support.project import make_project, read_metrics
 from yuan_train.checkpoint.in_memory import run_folder
-from yuan_train.report.journal import Entry, read_entries
+from yuan_train.report.lines import Entry, read_entries
 
 SECONDS = 300.0
 NETWORK = {"bandwidth": "2 GB/s", "latency": "100 us"}

@@ -18,13 +18,12 @@ from tests.support.fake_card import FakeCard
 from tests.support.project import make_project, parse_plan, run_config, with_forecast
 from tests.support.ranks import Case, run_cases
 from yuan_train.cli.main import main
-from yuan_train.cli.trace import read_traces
+from yuan_train.cli.trace import draw_step, read_traces
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan_constraints import keep_plan, load_plan, save_plan
 from yuan_train.parallel.activity import Activity, during, observed_by
 from yuan_train.parallel.apply import pipeline_schedule
 from yuan_train.parallel.grid import Grid
-from yuan_train.report.trace_picture import draw_step
 from yuan_train.schedule.step import Step
 from yuan_train.train.trace import Recorder, bound_offset
 

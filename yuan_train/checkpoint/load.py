@@ -44,11 +44,13 @@ STATE = "state.json"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
 VERSION = 1
+
 WEIGHTS = "weights"
 OPTIMIZER_STATES = ("exp_avg", "exp_avg_sq")
 BUFFERS = "buffers"
 """Prefix, like `weights`, of published buffers: they can be computed, and are kept for an export."""
 _STEP = re.compile(r"step-(\d{8,})")
+
 Whole = tuple[Path, Mapping[str, Any], tuple[str, ...]]
 """Of a complete checkpoint: directory, state, and notes for the user, such as that a newer one is not."""
 

@@ -26,9 +26,19 @@ from yuan_train.config.plan import Node, Plan
 from yuan_train.config.rl import is_rl_run, load_rl
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.run import load_run
-from yuan_train.machine.hosts import RemoteHost, parse_hosts, read_hostfile, slurm_hosts
+from yuan_train.machine.hosts import (
+    Facts,
+    RemoteHost,
+    Task,
+    look_at,
+    on_each,
+    parse_hosts,
+    read_hostfile,
+    run_together,
+    send,
+    slurm_hosts,
+)
 from yuan_train.machine.look import Print, prints
-from yuan_train.machine.reach import Facts, Task, look_at, on_each, run_together, send
 
 
 @dataclass(frozen=True)

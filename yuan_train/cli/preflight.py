@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from yuan_train.machine.hosts import ssh_words
-from yuan_train.machine.reach import ask_json
+from yuan_train.machine.hosts import ask_json, ssh_words
 from yuan_train.machine.tools import SYS, VIRTUAL, read_line
 
 Facts = dict[str, Any]

@@ -51,7 +51,7 @@ from yuan_train.config.profile import (
 )
 from yuan_train.config.rl import RLConfig, is_rl_run, load_rl, policy_run
 from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
-from yuan_train.machine.reach import fetch
+from yuan_train.machine.hosts import fetch
 from yuan_train.parallel.environment import free_port, set_rank_defaults
 from yuan_train.supervise.launched import start_ranks
 from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes

@@ -41,6 +41,7 @@ from yuan_train.parallel.activity import Activity, during
 from yuan_train.schedule.step import Step
 
 Copy = Callable[[], None]
+
 MESSAGE_CTAS = 4
 """Thread blocks of an NCCL communicator of two ranks that carries messages.
 
@@ -570,6 +571,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt."""
 _LARGEST_KEPT = 32 << 20
 """Bytes: the largest M_MMAP_THRESHOLD that glibc accepts; it maps larger blocks from the system each time."""
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
-from yuan_train.report.cards import CardRow, Paid, card_rows, entry_spans, rent, slow_ranks
 from yuan_train.report.html import (
     LAST_POINTS,
     Curve,
@@ -24,9 +23,19 @@ from yuan_train.report.html import (
     table,
     whole_page,
 )
-from yuan_train.report.journal import Entry
-from yuan_train.report.run_log import CONFIG, RankShare, RunLog, slow_links
-from yuan_train.report.steps import Line
+from yuan_train.report.lines import Entry, Line
+from yuan_train.report.run_log import (
+    CONFIG,
+    CardRow,
+    Paid,
+    RankShare,
+    RunLog,
+    card_rows,
+    entry_spans,
+    rent,
+    slow_links,
+    slow_ranks,
+)
 
 MAX_RANKS = 16
 """Rows of ranks in the terminal; the page has four times as many."""

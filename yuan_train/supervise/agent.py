@@ -34,9 +34,8 @@ from yuan_train.config.run import RunConfig, SuperviseConfig
 from yuan_train.config.signals import hearing
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.parallel.environment import NEXT_PLAN, free_port
-from yuan_train.report.journal import Event, Journal
+from yuan_train.report.lines import Event, Journal, Line, checked, is_timed, parse_line
 from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
-from yuan_train.report.steps import Line, checked, is_timed, parse_line
 from yuan_train.supervise.forks import Nursery
 from yuan_train.supervise.room import (
     CUT_SECONDS,

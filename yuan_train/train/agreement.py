@@ -53,6 +53,7 @@ from yuan_train.parallel.groups import gather_objects, share_object
 from yuan_train.train.job import Job, driver_version, machine_id, nccl_version, type_of
 
 logger = logging.getLogger(__name__)
+
 NODE_LOCAL = (
     "data.train",
     "data.pairs",
@@ -64,8 +65,10 @@ NODE_LOCAL = (
     "train.device",
 )
 """Keys of a run that may differ from node to node: paths, whose contents are compared instead."""
+
 MAX_LISTED = 4
 """Ranks, and differences of each, that a message lists."""
+
 SEEN_WITHIN_SECONDS = 10.0
 """A network file system may show another node's new file only after some seconds."""
 

@@ -410,6 +410,7 @@ def _text(error: BaseException) -> str:
 
 
 logger = logging.getLogger(__name__)
+
 FIRST_NOTICE_SECONDS = 60.0
 """Wait before the first notice, unless a quarter of `train.timeout` is less; each further one doubles it."""
 LAST_NOTICE = 0.9

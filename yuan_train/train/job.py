@@ -284,6 +284,7 @@ def cores_of(node: int | None, nodes: Path = NODES) -> set[int]:
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Variables that choose among a machine's cards, and number those anew."""
+
 DRIVER_VERSION, BOOT = Path("/proc/driver/nvidia/version"), Path("/proc/sys/kernel/random/boot_id")
 WHEELS = "install torch from PyTorch's own index of its {} builds (its Get Started page gives the command)"
 

@@ -42,6 +42,7 @@ CURVES = (
     "accuracy",
     "margin",
 )
+
 LEFT_OUT = (
     ("loss_scale", "skipped_steps"),
     ("accuracy", "margin"),

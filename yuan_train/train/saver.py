@@ -145,7 +145,7 @@ class Exports:
         except subprocess.TimeoutExpired:
             process.kill()
 
-    def begin(self, step: int, checkpoint: Path) -> None:
+    def export(self, step: int, checkpoint: Path) -> None:
         """Take note of a checkpoint that was saved, and start to export it if its step is one of those."""
         self._num_saved += 1
         self.look()
@@ -284,7 +284,7 @@ class Saver:
         self.saved = self.started
         self._say(f"saved {path}")
         if self.exports is not None and self.saved is not None:
-            self.exports.begin(self.saved, path)
+            self.exports.export(self.saved, path)
 
     def __enter__(self) -> Self:
         return self

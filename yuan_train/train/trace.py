@@ -148,6 +148,7 @@ def _all_gather(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 logger = logging.getLogger(__name__)
+
 _CLOCK_MARK = "yuan_train clock"
 
 
