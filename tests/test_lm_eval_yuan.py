@@ -9,9 +9,8 @@ import torch
 
 from tests.support.project import MODEL
 from tools import lm_eval_yuan as tool
-from yuan_train.config.document import Document
 from yuan_train.config.errors import YuanError
-from yuan_train.config.load import build
+from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.attention import find_resets

@@ -20,8 +20,7 @@ from tests.support.yuan_hf import GOLDEN, copy_of, read_published, same_bits
 from yuan_train.checkpoint.hf import export_hf, import_hf, weights_state
 from yuan_train.checkpoint.load import LazyTensor, find_checkpoint, load_weights
 from yuan_train.checkpoint.save import save_checkpoint, save_streamed, split_into_shards
-from yuan_train.config.document import Document
-from yuan_train.config.load import build
+from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.models.architectures.yuan import published_config, published_layout
 from yuan_train.models.published import Publishing

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.hosts import Machines
-from yuan_train.cli.launch_hosts import place
+from yuan_train.cli.launch_hosts import parse_address, place
 from yuan_train.cli.main import main
-from yuan_train.cli.plan_nodes import parse_address
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Node
 from yuan_train.config.plan_constraints import load_plan, save_plan

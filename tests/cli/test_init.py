@@ -15,8 +15,7 @@ from tests.support.project import MODEL, WORDS, write_lines
 from yuan_train.cli.init import KINDS
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.document import Document
-from yuan_train.config.load import build, dump
+from yuan_train.config.load import Document, build, dump
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.rl import load_rl
 from yuan_train.config.run import load_run

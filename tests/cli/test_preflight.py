@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import Ask
 from tests.support.hosts import answering_ssh
-from yuan_train.cli import preflight
+from yuan_train.cli import doctor
 from yuan_train.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +51,9 @@ def machine(**around: Any) -> dict[str, Any]:
     }
 
 
-def judged(facts: dict[str, Any]) -> tuple[str, list[preflight.Finding]]:
-    findings = preflight.check(facts)
-    return preflight.summary(facts, findings), findings
+def judged(facts: dict[str, Any]) -> tuple[str, list[doctor.Finding]]:
+    findings = doctor.check(facts)
+    return doctor.summary(facts, findings), findings
 
 
 def test_a_good_machine_is_ready_for_all() -> None:
@@ -90,7 +90,7 @@ def test_what_is_wrong_with_a_machine(around: dict[str, Any], hindered: str | No
     assert finding.hinders == ((hindered,) if hindered else ())
     ready, _, not_ready = line.partition("; not for: ")
     if hindered:
-        purpose = preflight.PURPOSES[finding.hinders[0]]
+        purpose = doctor.PURPOSES[finding.hinders[0]]
         assert not_ready == f"{purpose}, because {finding.what} ({finding.advice})" and purpose not in ready
     else:
         # What may be wrong is told on request.
@@ -135,10 +135,10 @@ def test_what_sysfs_tells(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert list(preflight.see_interfaces(tmp_path)) == ["eth0"]
-    (port,) = preflight.see_infiniband(tmp_path)
+    assert list(doctor.see_interfaces(tmp_path)) == ["eth0"]
+    (port,) = doctor.see_infiniband(tmp_path)
     assert port == {"device": "mlx5_0", "link": "InfiniBand", "rate": "200 Gb/sec (4X HDR)"}
-    link = preflight.see_card_link("0000:01:00.0", tmp_path)
+    link = doctor.see_card_link("0000:01:00.0", tmp_path)
     assert (link["current_link_width"], link["max_link_width"], link["max_link_speed"]) == ("8", "16", None)
 
 
@@ -191,13 +191,13 @@ def test_the_command_that_a_machine_runs(ssh: str, ask: Ask, monkeypatch: pytest
 
 
 def test_answers_that_cannot_be_compared(ssh: str) -> None:
-    found = preflight.ask_nodes(["old", "cut", "a"], ssh, hidden=64)
+    found = doctor.ask_nodes(["old", "cut", "a"], ssh, hidden=64)
     assert found["old"] == "its yuan-train is another release (0.0.9)"
     assert str(found["cut"]).startswith("its answer is not JSON")
-    assert len(preflight.obstacles(found)) == 2
+    assert len(doctor.obstacles(found)) == 2
 
 
 def test_an_ssh_that_is_not_there() -> None:
-    found = preflight.ask_nodes(["a"], "/no/such/ssh", hidden=64)
+    found = doctor.ask_nodes(["a"], "/no/such/ssh", hidden=64)
     assert "No such file" in str(found["a"])
     assert main(["doctor", "--nodes", ","]) == 2

@@ -19,9 +19,8 @@ from yuan_train.config.cluster import (
     validate_cluster,
 )
 from yuan_train.config.devices import CATALOGUE, DeviceType
-from yuan_train.config.document import parse_document
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build, dump
+from yuan_train.config.load import build, dump, parse_document
 
 PAGE = Path("docs/cluster.md").read_text()
 # The documented form.

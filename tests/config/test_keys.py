@@ -9,7 +9,7 @@ import pytest
 from tests.support.commands import Ask, Refuse
 from yuan_train.cli.keys import KINDS, file_keys, file_schema
 from yuan_train.cli.main import main
-from yuan_train.config.document import read_document
+from yuan_train.config.load import read_document
 
 ROOT = Path(__file__).parents[2]
 

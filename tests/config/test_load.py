@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yuan_train.config import document
+from yuan_train.config import load
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.document import format_keys, parse_document, parse_scalar, read_document
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import dump, write_text
+from yuan_train.config.load import dump, format_keys, parse_document, parse_scalar, read_document, write_text
 from yuan_train.config.model import load_model
 
 MODEL = """\
@@ -183,9 +182,9 @@ def test_values_are_read_alike_with_places_and_without(text: str, monkeypatch: p
     quick = parse_document(text, name="x")
 
     def refuse(*_: object) -> None:
-        raise document._Refused
+        raise load._Refused
 
-    monkeypatch.setattr(document, "_values", refuse)
+    monkeypatch.setattr(load, "_values", refuse)
     located = parse_document(text, name="x")
     assert repr(quick.value) == repr(located.value) and dict(quick.sources) == dict(located.sources)
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tests.parallel.test_grid import run_of
 from tests.support.models import tiny_model
 from tests.support.project import parse_plan, stage_text
-from yuan_train.config.document import parse_document
 from yuan_train.config.errors import PlanError
-from yuan_train.config.load import build, dump
+from yuan_train.config.load import build, dump, parse_document
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import keep_plan, load_plan, plans_in, validate_plan

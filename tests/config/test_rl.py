@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from yuan_train.config.document import parse_document
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build, dump
+from yuan_train.config.load import build, dump, parse_document
 from yuan_train.config.rl import (
     AlgorithmConfig,
     RLConfig,

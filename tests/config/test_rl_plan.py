@@ -11,8 +11,8 @@ import pytest
 from tests.config.test_express import run
 from tests.support.commands import Ask
 from tests.support.project import on_devices, parse_plan
+from yuan_train.cli.launch_hosts import nodes_of, torchrun_lines
 from yuan_train.cli.main import main
-from yuan_train.cli.plan_nodes import nodes_of, torchrun_lines
 from yuan_train.config.errors import PlanError
 from yuan_train.config.load import dump
 from yuan_train.config.rl_plan import (

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.document import parse_document
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build, dump
+from yuan_train.config.load import build, dump, parse_document
 from yuan_train.config.model import load_model
 from yuan_train.config.run import HostCopies, RunConfig, load_run, validate_run
 

@@ -8,8 +8,7 @@ import pytest
 
 from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.run import DataConfig, Source, load_run
-from yuan_train.data.loader import Blend, SampleSpec, open_corpora
-from yuan_train.data.rules import IGNORED, SampleRules, sample_rules
+from yuan_train.data.loader import IGNORED, Blend, SampleRules, SampleSpec, open_corpora, sample_rules
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import IGNORE_INDEX
 

@@ -18,7 +18,7 @@ from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.cli.main import main
 from yuan_train.config.load import as_plain
 from yuan_train.data.indexed import IndexedWriter
-from yuan_train.data.rules import IGNORED
+from yuan_train.data.loader import IGNORED
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.transformer import Transformer
 from yuan_train.train.job import Position, prepare

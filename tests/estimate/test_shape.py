@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.config.test_model import PUBLISHED
-from yuan_train.config.document import parse_document
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import parse_document
 from yuan_train.config.model import load_model
 from yuan_train.estimate.shape import PUBLISHED_SHAPES, ModelShape, shape_from_config, shape_of, to_model
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.project import MODEL, make_plan, parse_plan
-from yuan_train.config.document import Document
-from yuan_train.config.load import build
+from yuan_train.config.load import Document, build
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.grid import Bucket, Grid, unit_of

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from yuan_train.schedule.check import check_pages, check_schedule
-from yuan_train.schedule.pages import Paging, by_group, with_pages
+from yuan_train.schedule.copies import Paging, by_group, with_pages
 from yuan_train.schedule.schedules import forward_only, make_schedule, peak_in_flight
 from yuan_train.schedule.step import Step, one_worker_each
 

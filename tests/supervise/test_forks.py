@@ -20,8 +20,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Node
 from yuan_train.supervise import launched
 from yuan_train.supervise.forks import Forked, Nursery
-from yuan_train.supervise.launched import RANK_MODULES
-from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
+from yuan_train.supervise.launched import RANK_MODULES, NodeFaults, telling_other_nodes
 
 LOOK = """
 import json, os, runpy, signal, sys

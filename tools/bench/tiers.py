@@ -54,8 +54,16 @@ from yuan_train.planner.evaluate.simulator import (
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 from yuan_train.planner.search.what_if import find_largest
-from yuan_train.schedule.copies import Offload, Offloads, group_copies, with_copies
-from yuan_train.schedule.pages import PagedGroups, Paging, by_group, with_pages
+from yuan_train.schedule.copies import (
+    Offload,
+    Offloads,
+    PagedGroups,
+    Paging,
+    by_group,
+    group_copies,
+    with_copies,
+    with_pages,
+)
 from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import PAGING, RankProgram, one_worker_each
 

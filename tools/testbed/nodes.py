@@ -27,9 +27,8 @@ from typing import IO, Annotated
 from annotated_types import Gt, Le, MinLen
 
 from yuan_train.config.devices import BytesPerSecond
-from yuan_train.config.document import read_document
 from yuan_train.config.errors import TrainingError, Violation, YuanError
-from yuan_train.config.load import build
+from yuan_train.config.load import build, read_document
 
 PERIOD_US = 10_000
 """Of the CPU quotas."""

@@ -35,9 +35,8 @@ from yuan_train.checkpoint.load import (
     steps_in,
 )
 from yuan_train.checkpoint.save import copy_tokenizer, save_streamed, split_into_shards, write_safetensors
-from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.load import build
+from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, hub_advice, validate_model
 from yuan_train.models.published import (
     EMBEDDING,

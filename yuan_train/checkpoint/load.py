@@ -33,9 +33,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from yuan_train.checkpoint.local_shards import LoadPlanner, LocalShard, Reader, Tensors
 from yuan_train.config.architecture import ADAPTERS
-from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.load import build
+from yuan_train.config.load import Document, build
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.run import RunConfig
 

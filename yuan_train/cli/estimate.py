@@ -198,7 +198,7 @@ def read_model(name: str) -> ModelShape | ModelConfig:
 
     Raises ConfigError if there is none, or if its layer is not known.
     """
-    from yuan_train.config.document import read_document
+    from yuan_train.config.load import read_document
     from yuan_train.config.model import is_published, load_model, locate_model, published_name
     from yuan_train.estimate.shape import PUBLISHED_SHAPES, has_shape, shape_from_config
 

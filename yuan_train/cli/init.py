@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the file, with the schema for editors in its first line. Raises ConfigError if it is there."""
     from pathlib import Path
 
-    from yuan_train.config.document import CONFIGS
+    from yuan_train.config.load import CONFIGS
 
     kind: str = arguments.kind
     path = Path(arguments.out or f"{kind}.yaml")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.config.cluster import load_cluster
-from yuan_train.config.document import is_mapping, read_document
 from yuan_train.config.errors import ConfigError, YuanError
+from yuan_train.config.load import is_mapping, read_document
 from yuan_train.config.model import load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan

@@ -26,9 +26,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 
-from yuan_train.config.document import is_list, is_mapping
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import adapter, as_plain, dataclasses_in, field_hints, format_quantity, key_of
+from yuan_train.config.load import (
+    adapter,
+    as_plain,
+    dataclasses_in,
+    field_hints,
+    format_quantity,
+    is_list,
+    is_mapping,
+    key_of,
+)
 from yuan_train.config.model import WANTED
 from yuan_train.config.units import Unit
 

@@ -16,11 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from yuan_train.cli.launch_hosts import add_host_options, launch_on, names_hosts
-from yuan_train.cli.plan_nodes import (
+from yuan_train.cli.launch_hosts import (
     DEFAULT_PORT,
+    add_host_options,
+    launch_on,
     meeting_address,
     named_nodes,
+    names_hosts,
     nodes_of,
     parse_address,
     torchrun_lines,
@@ -33,8 +35,7 @@ from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.config.run import TrainConfig, load_run
 from yuan_train.parallel.environment import free_port, is_host_name, is_job_here, unknown_host
-from yuan_train.supervise.launched import start_ranks
-from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
+from yuan_train.supervise.launched import NodeFaults, start_ranks, telling_other_nodes
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from yuan_train.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from yuan_train.config.cluster import Cluster
-    from yuan_train.config.document import Document
+    from yuan_train.config.load import Document
     from yuan_train.config.model import ModelConfig
     from yuan_train.config.profile import Profile
     from yuan_train.config.rl import RLConfig
@@ -310,8 +310,7 @@ def read_run_config(config: str | None, model: str | None, overrides: tuple[str,
 
 
 def _default_run(model_path: str, overrides: tuple[str, ...]) -> RunConfig:
-    from yuan_train.config.document import Document, graft, override
-    from yuan_train.config.load import build
+    from yuan_train.config.load import Document, build, graft, override
     from yuan_train.config.model import locate_model, read_model_document
     from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, RunConfig, validate_run
 

@@ -27,17 +27,16 @@ from yuan_train.cli.launch_hosts import (
     files_of_model,
     files_of_run,
     is_ours,
+    meeting_address,
     names_hosts,
     place,
     read_hosts,
     run_errand,
 )
-from yuan_train.cli.plan_nodes import meeting_address
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
-from yuan_train.config.document import locate_cluster
 from yuan_train.config.errors import ConfigError, HostMemoryError, YuanError
-from yuan_train.config.load import as_plain, write_text
+from yuan_train.config.load import as_plain, locate_cluster, write_text
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Node, RankPlan
 from yuan_train.config.profile import (
@@ -53,8 +52,7 @@ from yuan_train.config.rl import RLConfig, is_rl_run, load_rl, policy_run
 from yuan_train.config.run import LONGEST_DEFAULT_SEQUENCE, Recompute, RunConfig, load_run
 from yuan_train.machine.hosts import fetch
 from yuan_train.parallel.environment import free_port, set_rank_defaults
-from yuan_train.supervise.launched import start_ranks
-from yuan_train.supervise.node_faults import NodeFaults, telling_other_nodes
+from yuan_train.supervise.launched import NodeFaults, start_ranks, telling_other_nodes
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device

@@ -22,7 +22,7 @@ from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl_plan import names_rl_plan
 from yuan_train.config.signals import hearing
 from yuan_train.parallel.environment import is_rank_of_several, set_rank_defaults
-from yuan_train.supervise.node_faults import telling_other_nodes
+from yuan_train.supervise.launched import telling_other_nodes
 
 if TYPE_CHECKING:
     from yuan_train.cli.train import PrepareRank

@@ -19,9 +19,8 @@ from yuan_train.config.devices import (
     find_card,
     suggest_cards,
 )
-from yuan_train.config.document import Keys, locate_cluster, override, read_document
 from yuan_train.config.errors import Violation
-from yuan_train.config.load import build
+from yuan_train.config.load import Keys, build, locate_cluster, override, read_document
 from yuan_train.config.units import Unit
 
 Seconds = Annotated[float, Ge(0), Unit("seconds")]

@@ -32,9 +32,17 @@ from yuan_train.config.architecture import (
     find_format,
     find_module,
 )
-from yuan_train.config.document import Document, graft, is_mapping, names, override, read_document
 from yuan_train.config.errors import ConfigError, Violation, YuanError
-from yuan_train.config.load import as_plain, build
+from yuan_train.config.load import (
+    Document,
+    as_plain,
+    build,
+    graft,
+    is_mapping,
+    names,
+    override,
+    read_document,
+)
 
 AttentionKind = Literal["localized_filter", "plain"]
 RopeType = Literal["linear", "dynamic", "llama3", "yarn"]

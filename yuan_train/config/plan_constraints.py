@@ -13,9 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from yuan_train.config.document import Document, format_keys, is_list, is_mapping, read_document
 from yuan_train.config.errors import ConfigError, PlanError, Violation
-from yuan_train.config.load import as_plain, build, dump, write_text
+from yuan_train.config.load import (
+    Document,
+    as_plain,
+    build,
+    dump,
+    format_keys,
+    is_list,
+    is_mapping,
+    read_document,
+    write_text,
+)
 from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import TURN_OFF, RunConfig, ScheduleName, Used, excluded_by

@@ -11,9 +11,8 @@ from annotated_types import Ge, Gt, MinLen
 
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import find_card
-from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError, Violation
-from yuan_train.config.load import build
+from yuan_train.config.load import build, read_document
 from yuan_train.config.run import Recompute
 
 Seconds = Annotated[float, Ge(0)]

@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError, Violation
-from yuan_train.config.load import build
+from yuan_train.config.load import build, read_document
 from yuan_train.config.model import LoraConfig, ModelConfig, is_rl_document, with_overrides
 from yuan_train.config.run import (
     CheckpointConfig,

@@ -12,9 +12,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen
 
-from yuan_train.config.document import Document, Keys, is_mapping
 from yuan_train.config.errors import PlanError, Violation
-from yuan_train.config.load import build, dump, key_of, write_text
+from yuan_train.config.load import Document, Keys, build, dump, is_mapping, key_of, write_text
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import read_plan, validate_plan
 from yuan_train.config.rl import RLConfig

@@ -12,9 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from yuan_train.config.cluster import Cluster, Sends
 from yuan_train.config.devices import GIB, MEMORY_FRACTION, Precision
-from yuan_train.config.document import read_document
 from yuan_train.config.errors import ConfigError, Violation
-from yuan_train.config.load import build
+from yuan_train.config.load import build, read_document
 from yuan_train.config.model import LoraConfig, ModelConfig, is_rl_document, validate_model, with_overrides
 from yuan_train.config.units import Unit
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from yuan_train.config.errors import DataError
 from yuan_train.data.chat import Message, check_messages, encode_chat
-from yuan_train.data.loader import Batch
+from yuan_train.data.loader import IGNORED, Batch
 from yuan_train.data.prompts import read_records, refuse_long, token_ids
-from yuan_train.data.rules import IGNORED
 from yuan_train.data.sampler import hash_key, permuted
 from yuan_train.data.tokenizer import Tokenizer
 

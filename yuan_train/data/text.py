@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from yuan_train.config.document import is_list
 from yuan_train.config.errors import DataError
+from yuan_train.config.load import is_list
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIX = ".parquet"

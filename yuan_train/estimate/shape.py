@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from yuan_train.config.architecture import model_types
-from yuan_train.config.document import Document
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import build
+from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, validate_model
 
 LARGEST_SIZE = 2**31

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from yuan_train.config.architecture import find_format, find_module
-from yuan_train.config.document import Document
 from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.load import build
+from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, validate_model
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from yuan_train.config.document import is_list, is_mapping, without_garbage_collector
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.load import is_list, is_mapping, without_garbage_collector
 from yuan_train.report.html import Curve
 
 Line = dict[str, Any]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from yuan_train.config.cluster import Cluster, load_cluster
-from yuan_train.config.document import is_mapping, parse_document
 from yuan_train.config.errors import ConfigError, YuanError, why_unread
+from yuan_train.config.load import is_mapping, parse_document
 from yuan_train.config.plan import Plan, RankPlan, StageForecast, node_of
 from yuan_train.config.plan_constraints import load_plan, plans_in
 from yuan_train.config.run import SuperviseConfig

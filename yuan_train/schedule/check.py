@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from yuan_train.schedule.copies import IN_PARTS, Key, Offload, Offloads, kept_by
+from yuan_train.schedule.copies import IN_PARTS, Key, Offload, Offloads, Paging, by_group, kept_by
 from yuan_train.schedule.messages import receive_for
-from yuan_train.schedule.pages import Paging, by_group
 from yuan_train.schedule.step import (
     COMPUTE,
     COPIES,

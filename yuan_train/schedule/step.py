@@ -27,7 +27,7 @@ waits for, and `backward_weight`, which no other step waits for."""
 COPIES: frozenset[Kind] = frozenset({"offload", "evict", "fetch"})
 """Of what the forward of a part keeps, between the card and its host; see `copies.py`."""
 PAGING: frozenset[Kind] = frozenset({"page_in", "gradient_up", "gradient_down", "page_out"})
-"""Of the weights and gradients of a layer, between the card and its host; see `pages.py`."""
+"""Of the weights and gradients of a layer, between the card and its host; see `copies.py`."""
 
 
 class Step(NamedTuple):

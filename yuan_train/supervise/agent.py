@@ -25,9 +25,8 @@ from typing import Any
 
 from yuan_train.checkpoint.in_memory import remove_copies
 from yuan_train.checkpoint.load import faults_of, step_name, steps_in
-from yuan_train.config.document import is_mapping
 from yuan_train.config.errors import CAUSE, NOT_IN_PLACE, NoPlanFits
-from yuan_train.config.load import dump, write_text
+from yuan_train.config.load import dump, is_mapping, write_text
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import load_plan, plan_digest, restart_reason
 from yuan_train.config.run import RunConfig, SuperviseConfig

@@ -9,7 +9,7 @@ from tests.planner.search.test_search import MODEL, card, cluster, problem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import PageTimes, simulate_schedule
-from yuan_train.schedule.pages import Paging, by_group, with_pages
+from yuan_train.schedule.copies import Paging, by_group, with_pages
 from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import one_worker_each
 

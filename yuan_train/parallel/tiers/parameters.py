@@ -17,7 +17,7 @@ from yuan_train.parallel.gradients import FlatBucket, master_dtype
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.shard import Shard
 from yuan_train.schedule.check import check_pages
-from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
+from yuan_train.schedule.copies import PagedGroups, Paging, by_group, paging_of, with_pages
 from yuan_train.schedule.step import RankProgram, Step
 
 

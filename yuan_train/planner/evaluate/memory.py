@@ -43,7 +43,7 @@ from yuan_train.planner.costs.unit_costs import (
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.evaluate.simulator import Groups, PageTimes, PartTimes
 from yuan_train.schedule import copies
-from yuan_train.schedule.pages import PagedGroups, Paging, by_group, paging_of, with_pages
+from yuan_train.schedule.copies import PagedGroups, Paging, by_group, paging_of, with_pages
 from yuan_train.schedule.schedules import MESSAGES_PER_EDGE, ProgramShape, make_schedule
 from yuan_train.schedule.step import RankProgram
 

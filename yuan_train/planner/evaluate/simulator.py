@@ -31,8 +31,7 @@ from typing import NamedTuple
 from yuan_train.config.cluster import Sends
 from yuan_train.config.plan import Plan
 from yuan_train.planner.native import pipelines
-from yuan_train.schedule.copies import PartSteps, kept_by
-from yuan_train.schedule.pages import PagedGroups
+from yuan_train.schedule.copies import PagedGroups, PartSteps, kept_by
 from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import (
     COMPUTE,

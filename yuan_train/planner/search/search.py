@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from yuan_train.config.cluster import Card
-from yuan_train.config.document import without_garbage_collector
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
+from yuan_train.config.load import without_garbage_collector
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
