@@ -14,8 +14,7 @@ from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.attention import find_resets
-from yuan_train.models.generate import Sampling, generate
-from yuan_train.models.slots import DocumentRules
+from yuan_train.models.generate import DocumentRules, Sampling, generate
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.train.evaluate import TrainedModel
 

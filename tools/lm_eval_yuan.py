@@ -17,8 +17,7 @@ import torch
 
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.config.errors import YuanError
-from yuan_train.models.generate import Sampling, generate
-from yuan_train.models.slots import DocumentRules
+from yuan_train.models.generate import DocumentRules, Sampling, generate
 from yuan_train.train.evaluate import TrainedModel, hidden_states, load_trained
 
 

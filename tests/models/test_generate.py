@@ -9,8 +9,7 @@ import torch
 from yuan_train.config.errors import YuanError
 from yuan_train.models import generate as generate_module
 from yuan_train.models.attention import find_resets
-from yuan_train.models.generate import Sampling, generate, generate_batch, sample
-from yuan_train.models.slots import DocumentRules
+from yuan_train.models.generate import DocumentRules, Sampling, generate, generate_batch, sample
 
 EOD = 9
 GREEDY = Sampling(temperature=0)

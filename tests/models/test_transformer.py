@@ -10,12 +10,17 @@ import torch.nn.functional as F
 from tests.support.models import VARIANTS, tiny_model
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import find_parameter, sharding_of
-from yuan_train.models import initial
+from yuan_train.models import transformer
 from yuan_train.models.attention import find_resets
-from yuan_train.models.initial import initial_rows, initial_weight
+from yuan_train.models.generate import new_slots, step_slots
 from yuan_train.models.rotary import rotary_tables
-from yuan_train.models.slots import new_slots, step_slots
-from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
+from yuan_train.models.transformer import (
+    IGNORE_INDEX,
+    Transformer,
+    init_weights,
+    initial_rows,
+    initial_weight,
+)
 from yuan_train.parallel.shard import Shard, part_of
 
 EOD = 9
@@ -150,7 +155,7 @@ def test_initial_values_depend_on_seed_and_name_only(make_model):
 def test_a_shard_is_drawn_by_rows_as_it_is_in_the_whole(make_model, name, shape, monkeypatch):
     config = make_model().config
     whole = initial_weight(config, name, shape, seed=5)
-    monkeypatch.setattr(initial, "BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr(transformer, "BLOCK_ELEMENTS", 50)
     assert torch.equal(initial_weight(config, name, shape, seed=5), whole)
     for dim, blocks in ((None, 1), (0, 1), (0, 2), (1, 1)):
         if dim is not None and (dim >= len(shape) or shape[dim] % (2 * blocks)):

@@ -19,9 +19,8 @@ from yuan_train.config.model import ModelConfig, find_parameter, load_model, val
 from yuan_train.models import experts as moe
 from yuan_train.models.architectures.yuan import published_layout
 from yuan_train.models.generate import Sampling, generate
-from yuan_train.models.initial import initial_rows, initial_weight
 from yuan_train.models.recompute import SelectiveRecompute
-from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.models.transformer import Transformer, init_weights, initial_rows, initial_weight
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "yuan_m32_hf_tiny_a"
 M32 = Path(__file__).parents[2] / "configs/model/yuan2-m32.yaml"

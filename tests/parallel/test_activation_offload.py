@@ -14,7 +14,7 @@ from tests.support.ranks import Case, run_alone, run_cases, same_saved
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
-from yuan_train.parallel.tiers.activations import ActivationTiers
+from yuan_train.parallel.copies import ActivationTiers
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.memory import leaving_activations
 from yuan_train.planner.evaluate.simulator import program_shape

@@ -13,12 +13,18 @@ import torch
 from tests.train.test_optimizer import config, flat_bucket
 from yuan_train.config import units as disk_sizes
 from yuan_train.config.errors import DiskError, TrainingError
+from yuan_train.parallel import optimizer_state as optimizer_tiers
 from yuan_train.parallel.device import CPU, HostSlab, make_links
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.tiers import optimizer as optimizer_tiers
-from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
-from yuan_train.parallel.tiers.optimizer import Away, HostPlace, away_bytes, chunk_elements
+from yuan_train.parallel.optimizer_state import (
+    Away,
+    DiskFile,
+    DiskStore,
+    HostPlace,
+    away_bytes,
+    chunk_elements,
+)
 from yuan_train.parallel.zero import STATES, OwnedState
 from yuan_train.train.step import Optimizer
 

@@ -19,7 +19,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.parallel import transport
 from yuan_train.parallel.device import HostLinks
-from yuan_train.parallel.tiers.optimizer import HostChunk
+from yuan_train.parallel.optimizer_state import HostChunk
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
 

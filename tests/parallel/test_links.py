@@ -21,9 +21,15 @@ from yuan_train.config.plan import Plan
 from yuan_train.parallel.board import join_role
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.groups import enter_role
-from yuan_train.parallel.links import Outlet, RankLink, take_weights
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.transfer import make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.transfer import (
+    Outlet,
+    RankLink,
+    make_buckets,
+    plan_holdings,
+    take_weights,
+    transfer_table,
+)
 from yuan_train.parallel.transport import LostPeer
 
 

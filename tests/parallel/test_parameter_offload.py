@@ -13,10 +13,9 @@ from tests.support.ranks import Case, run_alone, run_cases, same_saved
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
-from yuan_train.parallel import zero
+from yuan_train.parallel import copies, zero
+from yuan_train.parallel.copies import ParameterPages
 from yuan_train.parallel.device import HostSlab
-from yuan_train.parallel.tiers import parameters
-from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.train import build
 
 OVERRIDES = (
@@ -96,7 +95,7 @@ def test_no_more_pages_are_on_the_card_than_may_be(
         return HostSlab(num_bytes, **keys)
 
     monkeypatch.setattr(build, "ParameterPages", recorded)
-    for module in (parameters, zero):
+    for module in (copies, zero):
         monkeypatch.setattr(module, "HostSlab", slab)
     more = ("train.steps=1", "validation.every=0", "optimizer.bucket_size=1000000")
     keys = {"text": "1x8: 6@0"}

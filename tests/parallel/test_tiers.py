@@ -11,6 +11,7 @@ import torch
 
 from yuan_train.config.errors import HostMemoryError
 from yuan_train.parallel import device as slab_module
+from yuan_train.parallel.copies import HostPool
 from yuan_train.parallel.device import (
     CPU,
     CudaDevice,
@@ -20,8 +21,7 @@ from yuan_train.parallel.device import (
     make_link,
     piece_bytes,
 )
-from yuan_train.parallel.tiers.activations import HostPool
-from yuan_train.parallel.tiers.optimizer import HostChunk
+from yuan_train.parallel.optimizer_state import HostChunk
 
 
 def test_pieces_of_a_slab_are_apart_and_begin_at_a_cache_line() -> None:

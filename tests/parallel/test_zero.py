@@ -15,13 +15,12 @@ from tests.support.project import parse_plan
 from yuan_train.config.model import sharding_of
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import RunConfig
-from yuan_train.models.initial import initial_rows
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, initial_rows
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import Piece, Slice
+from yuan_train.parallel.optimizer_state import owner_ranges
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tiers.optimizer import owner_ranges
 from yuan_train.parallel.zero import EngineOptions, OwnedState
 
 

@@ -34,8 +34,8 @@ from tests.support.spawn import process_of, spawn, start_ranks, wait_for_step
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import load_rl
 from yuan_train.config.rl_plan import save_rl_plan
-from yuan_train.parallel import links
-from yuan_train.parallel.links import RankLink
+from yuan_train.parallel import transfer
+from yuan_train.parallel.transfer import RankLink
 from yuan_train.rl.apart import (
     Answered,
     Desk,
@@ -238,7 +238,7 @@ def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
 
 @contextmanager
 def killed_while_groups_are_made() -> Iterator[None]:
-    links.dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    transfer.dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     yield
 
 

@@ -15,8 +15,7 @@ from tests.support.models import tiny_model
 from tests.support.serving import NAME, Server, make_checkpoint, serving, write_plan
 from yuan_train.checkpoint.hf import write_model
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.models.generate import Sampling, generate
-from yuan_train.models.slots import DocumentRules
+from yuan_train.models.generate import DocumentRules, Sampling, generate
 from yuan_train.models.transformer import Transformer
 from yuan_train.rl.generator import Token
 from yuan_train.serve.ranks import Order, WeightsRefused

@@ -23,11 +23,10 @@ from yuan_train.config.plan import Plan
 from yuan_train.models import compiled
 from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import apply, tensor, transport
+from yuan_train.parallel.copies import ActivationTiers, ParameterPages
 from yuan_train.parallel.device import CudaDevice, Device
 from yuan_train.parallel.gradients import GradReducer
-from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.optimizer import HostChunk
-from yuan_train.parallel.tiers.parameters import ParameterPages
+from yuan_train.parallel.optimizer_state import HostChunk
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.schedule.step import Step
 from yuan_train.train.job import Job, Position, prepare

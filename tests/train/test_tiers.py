@@ -15,7 +15,7 @@ from tests.support.project import parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases, same_saved
 from yuan_train.config.errors import ConfigError, PlanError
 from yuan_train.config.plan import Plan
-from yuan_train.parallel.tiers.optimizer import HostChunk
+from yuan_train.parallel.optimizer_state import HostChunk
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.step import Optimizer
 

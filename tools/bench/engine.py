@@ -31,8 +31,7 @@ from yuan_train.config.plan import Plan, StagePlan, single_card_plan
 from yuan_train.config.run import Recompute, RunConfig
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.dropout import DropoutSeed
-from yuan_train.models.initial import initial_rows
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, initial_rows
 from yuan_train.parallel.apply import ModelParts, make_bridge, parallelize, pipeline_schedule
 from yuan_train.parallel.board import join_role
 from yuan_train.parallel.bridge import Boundary
@@ -40,8 +39,16 @@ from yuan_train.parallel.device import CPU, Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import enter_role, init_distributed, make_groups, shutdown
-from yuan_train.parallel.links import Outlet, RankLink, take_weights
-from yuan_train.parallel.transfer import Holdings, MoveBucket, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.transfer import (
+    Holdings,
+    MoveBucket,
+    Outlet,
+    RankLink,
+    make_buckets,
+    plan_holdings,
+    take_weights,
+    transfer_table,
+)
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.profile.links import link_ends, measure_links

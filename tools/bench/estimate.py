@@ -22,8 +22,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import Recompute
 from yuan_train.estimate.memory import GroupShape, PhaseBytes, yuan_memory
-from yuan_train.models.generate import draw, draw_keys
-from yuan_train.models.slots import fork, new_slots, step_slots
+from yuan_train.models.generate import draw, draw_keys, fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.device import Device, held_bytes, peak_memory_bytes, reset_peak_memory
 from yuan_train.planner.roles.decode import PREFILL_CHUNK

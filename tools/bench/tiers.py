@@ -33,13 +33,12 @@ from yuan_train.config.devices import GIB
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute, SearchConfig
+from yuan_train.parallel.copies import ActivationTiers, ParameterPages
 from yuan_train.parallel.device import CPU, HostLinks, HostSlab, begin_copy, make_link, make_links
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
+from yuan_train.parallel.optimizer_state import HostChunk
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.optimizer import HostChunk
-from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.costs.workload import STATE_BYTES

@@ -465,7 +465,7 @@ def host_line(host: Facts) -> str:
 
 def disk_facts(directory: str | None) -> Facts:
     """Of `memory.disk_directory`: whether a rank could keep its state there now, and how."""
-    from yuan_train.parallel.tiers.disk import PAGE, DiskFile
+    from yuan_train.parallel.optimizer_state import PAGE, DiskFile
 
     facts: Facts = {"directory": directory, "fault": None, "is_direct": None, "free_bytes": None}
     if directory is None:

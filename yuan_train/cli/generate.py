@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sum(option is not None for option in given) != 1:
         raise ConfigError("give either --prompt, --prompt-ids or --prompts")
     from yuan_train.checkpoint.load import find_checkpoint
-    from yuan_train.models.generate import Sampling, generate_batch
-    from yuan_train.models.slots import DocumentRules
+    from yuan_train.models.generate import DocumentRules, Sampling, generate_batch
     from yuan_train.train.evaluate import load_trained
 
     checkpoint = find_checkpoint(arguments.checkpoint)

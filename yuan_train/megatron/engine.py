@@ -37,8 +37,8 @@ from yuan_train.megatron.model import (
 )
 from yuan_train.models.attention import DocumentResets
 from yuan_train.models.dropout import DropoutSeed
-from yuan_train.models.initial import initial_rows
 from yuan_train.models.rotary import rotary_tables
+from yuan_train.models.transformer import initial_rows
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid, RankCoord

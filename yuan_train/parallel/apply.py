@@ -24,6 +24,7 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.model import is_trained
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.bridge import Boundary, Bridge
+from yuan_train.parallel.copies import StagePages, page_slab, stage_pages
 from yuan_train.parallel.deferred import DeferredWeightGrads, take_over_weight_grads
 from yuan_train.parallel.device import Device, HostSlab
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter, GradReducer
@@ -38,7 +39,6 @@ from yuan_train.parallel.tensor import (
     reduce_partial,
     shard_parameters,
 )
-from yuan_train.parallel.tiers.parameters import StagePages, page_slab, stage_pages
 from yuan_train.parallel.zero import EngineOptions, OwnedState, make_states
 from yuan_train.schedule.check import check_copies, check_schedule
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies

@@ -19,7 +19,7 @@ those that stand in an operation of NCCL or gloo that nothing will end. Keys, be
 
 The roles of one job meet at one board, and each has a process group world of its own: its ranks find each
 other under a prefix of the store, so that everything that asks for the rank and the size of the world
-(groups, executor, optimizer) gets those of the role. `links.py` joins ranks of several.
+(groups, executor, optimizer) gets those of the role. `transfer.py` joins ranks of several.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from it while the next forward begins. Equal ranges take one reduce-scatter and 
 unequal ones an operation per owner, because gloo has no uneven all-gather (`transport.py`). Not sharded,
 gradients are all-reduced, and every owner steps everything. A part of what a rank holds may be offloaded to
 the host, and is stepped there, chunk by chunk: a bucket's gradients begin to go down as soon as they are
-reduced. `tiers/optimizer.py` says which elements lie where.
+reduced. `optimizer_state.py` says which elements lie where.
 
 Checkpoints store and fill what a rank holds as boxes of the global tensors, in place: nothing is gathered.
 """
@@ -26,11 +26,11 @@ from yuan_train.config.units import DISK_STATES
 from yuan_train.parallel.device import CPU, Device, HostSlab, make_links
 from yuan_train.parallel.gradients import FlatBucket, Piece, Slice, squared_norm, sum_of_squares
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.shard import TensorBox, box_views
-from yuan_train.parallel.tiers.disk import DiskFile, DiskStore
-from yuan_train.parallel.tiers.optimizer import (
+from yuan_train.parallel.optimizer_state import (
     HERE,
     Away,
+    DiskFile,
+    DiskStore,
     HostChunk,
     HostPlace,
     OptimizerShard,
@@ -42,6 +42,7 @@ from yuan_train.parallel.tiers.optimizer import (
     owner_ranges,
     page_state_bytes,
 )
+from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.transport import Pending
 
 

@@ -25,8 +25,7 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.data.prompts import Prompt
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import draw, draw_keys
-from yuan_train.models.initial import initial_rows
-from yuan_train.models.transformer import Transformer, choose_ops
+from yuan_train.models.transformer import Transformer, choose_ops, initial_rows
 from yuan_train.parallel.apply import RankRuntime, init_shard
 from yuan_train.parallel.device import release_free_memory
 from yuan_train.parallel.executor import Stopwatch

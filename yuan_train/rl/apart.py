@@ -39,7 +39,7 @@ from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, share_object, wait_for_world
-from yuan_train.parallel.links import take_weights
+from yuan_train.parallel.transfer import take_weights
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector, answer_fields
 from yuan_train.rl.engines import (

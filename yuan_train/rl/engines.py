@@ -34,9 +34,15 @@ from yuan_train.config.rl_plan import RlPlan, RoleName, ScoringRole
 from yuan_train.config.run import TrainConfig
 from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, wait_for_world
-from yuan_train.parallel.links import Outlet, RankLink
 from yuan_train.parallel.shard import Shard
-from yuan_train.parallel.transfer import MoveBucket, make_buckets, plan_holdings, transfer_table
+from yuan_train.parallel.transfer import (
+    MoveBucket,
+    Outlet,
+    RankLink,
+    make_buckets,
+    plan_holdings,
+    transfer_table,
+)
 from yuan_train.parallel.transport import LostPeer
 from yuan_train.rl.experience import Rows, make_score_rows
 from yuan_train.train.build import DTYPES, own_weights

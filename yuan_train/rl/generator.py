@@ -30,13 +30,15 @@ from torch import Tensor
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
 from yuan_train.models.dropout import Keys
-from yuan_train.models.generate import PREFILL_CHUNK, draw, draw_keys
-from yuan_train.models.slots import (
+from yuan_train.models.generate import (
+    PREFILL_CHUNK,
     DocumentRules,
     Documents,
     Resets,
     SlotDocuments,
     documents_at,
+    draw,
+    draw_keys,
     fork,
     new_slots,
     padded_left,

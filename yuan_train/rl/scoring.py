@@ -30,7 +30,7 @@ from yuan_train.parallel.board import RolePosition, join_role
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.groups import as_training_error, enter_role, share_object
-from yuan_train.parallel.links import take_weights
+from yuan_train.parallel.transfer import take_weights
 from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.rl.engines import (
     Channel,

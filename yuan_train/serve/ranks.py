@@ -23,7 +23,7 @@ from yuan_train.config.load import as_plain
 from yuan_train.config.plan import Plan, one_stage_plan
 from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.models.slots import DocumentRules
+from yuan_train.models.generate import DocumentRules
 from yuan_train.parallel.apply import RankRuntime, parallelize
 from yuan_train.parallel.board import meet
 from yuan_train.parallel.device import Device

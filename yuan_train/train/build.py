@@ -15,15 +15,13 @@ from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.run import RunConfig
 from yuan_train.models.compiled import compile_blocks
-from yuan_train.models.initial import initial_rows
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, initial_rows
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
+from yuan_train.parallel.copies import ActivationTiers, ParameterPages
 from yuan_train.parallel.device import make_links
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.shard import TensorBox, box_views
-from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.parameters import ParameterPages
 from yuan_train.parallel.zero import STATES, EngineOptions
 from yuan_train.train.agreement import settle_forms
 from yuan_train.train.engine import ExpertLoad, Progress, routers_of

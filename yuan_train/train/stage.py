@@ -18,10 +18,9 @@ from yuan_train.config.run import ObjectiveConfig
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer
 from yuan_train.objectives.losses import log_ratio_margin, preference_loss, reward_loss
+from yuan_train.parallel.copies import ActivationTiers, ParameterPages, StagePages
 from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.tiers.activations import ActivationTiers
-from yuan_train.parallel.tiers.parameters import ParameterPages, StagePages
 from yuan_train.schedule.step import PAGING, Kind, Step
 from yuan_train.train.feed import MicroBatchSource
 

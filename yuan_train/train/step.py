@@ -43,9 +43,8 @@ from yuan_train.parallel.checksums import check_weights, raise_faults, same_bits
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, sum_over_world
+from yuan_train.parallel.optimizer_state import DiskChunk, DiskFile, HostChunk, OptimizerShard
 from yuan_train.parallel.shard import TensorBox
-from yuan_train.parallel.tiers.disk import DiskFile
-from yuan_train.parallel.tiers.optimizer import DiskChunk, HostChunk, OptimizerShard
 from yuan_train.parallel.zero import STATES, OwnedState, State, weight_boxes
 from yuan_train.train.agreement import agreeing
 from yuan_train.train.engine import (
