@@ -41,14 +41,14 @@ ROOMS = {
     "machine": (6, 866),
     "megatron": (4, 1116),
     "models": (17, 3474),
-    "objectives": (3, 307),
+    "objectives": (2, 196),
     "parallel": (20, 7679),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (48, 11934),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1404),
     "report": (6, 1805),  # cards with their state, plans over time, logs that grow
-    "rl": (20, 7180),  # environments of what servers draw: a request a turn
+    "rl": (19, 7268),  # environments of what servers draw: a request a turn
     "schedule": (8, 2123),  # what makes programs is a value; programs with copies, which the planner had
-    "serve": (6, 1768),  # what is reset at document ends goes with the weights
+    "serve": (5, 1756),  # what is reset at document ends goes with the weights
     "supervise": (5, 1967),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (14, 6301),  # it is noted how long a rank stood still
 }

@@ -29,7 +29,6 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.models.architectures import llama
 from yuan_train.models.published import Publishing
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
-from yuan_train.objectives.advantages import dr_grpo, grpo
 from yuan_train.objectives.losses import (
     BatchTotals,
     aggregate,
@@ -41,6 +40,7 @@ from yuan_train.objectives.losses import (
     reward_loss,
     sample_lengths,
 )
+from yuan_train.rl.updates import dr_grpo, grpo
 
 TOLERANCE = 1e-5
 RATE = 0.01

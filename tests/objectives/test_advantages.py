@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from yuan_train.objectives.advantages import (
+from yuan_train.rl.updates import (
     dr_grpo,
     gae,
     grpo,

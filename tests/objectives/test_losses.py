@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from yuan_train.objectives.advantages import dr_grpo, grpo
 from yuan_train.objectives.losses import (
     BatchTotals,
     aggregate,
@@ -25,6 +24,7 @@ from yuan_train.objectives.losses import (
     reward_penalty,
     sample_lengths,
 )
+from yuan_train.rl.updates import dr_grpo, grpo
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/trl_losses.json").read_text())
 

@@ -13,8 +13,8 @@ from tests.support.rl import RLCase, run_rl, write_rl
 from yuan_train.config.rl import AlgorithmConfig, load_rl
 from yuan_train.data.prompts import Prompt, Prompts
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
-from yuan_train.objectives import advantages
 from yuan_train.parallel.device import CPU
+from yuan_train.rl import updates
 from yuan_train.rl.collect import Collector
 from yuan_train.rl.experience import Group, Sample, make_rows
 from yuan_train.rl.passes import RowFeed
@@ -55,7 +55,7 @@ def test_advantages_of_tokens() -> None:
     rewards_QG = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
     lengths = torch.tensor([2, 3, 1, 2])
     grpo = token_advantages(groups, AlgorithmConfig())
-    assert torch.equal(grpo, advantages.grpo(rewards_QG).flatten().repeat_interleave(lengths))
+    assert torch.equal(grpo, updates.grpo(rewards_QG).flatten().repeat_interleave(lengths))
     assert not grpo[5:].any(), "exactly 0 where all rewards are equal"
     rloo = token_advantages(groups, AlgorithmConfig(name="rloo"))
     assert rloo.tolist() == [1, 1, -1, -1, -1, 0, 0, 0]
@@ -64,10 +64,10 @@ def test_advantages_of_tokens() -> None:
     penalty_BT = torch.zeros(4, 3, dtype=torch.float64)
     penalty_BT[mask_BT] = penalty_N
     found = token_advantages(groups, AlgorithmConfig(name="reinforce_plus_plus"), penalty_N=penalty_N)
-    expected_BT = advantages.reinforce_plus_plus(rewards_QG.flatten(), penalty_BT, mask_BT)
+    expected_BT = updates.reinforce_plus_plus(rewards_QG.flatten(), penalty_BT, mask_BT)
     assert torch.equal(found, expected_BT[mask_BT])
     whitened = token_advantages(groups, AlgorithmConfig(name="reinforce_baseline"))
-    assert torch.equal(whitened, advantages.reinforce_baseline(rewards_QG, mask_BT)[mask_BT])
+    assert torch.equal(whitened, updates.reinforce_baseline(rewards_QG, mask_BT)[mask_BT])
     lost = token_advantages(groups, AlgorithmConfig(name="dr_grpo"), penalty_N=penalty_N)
     assert lost[0] == pytest.approx((1 - 1) - ((1 - 1) + (0 - 9)) / 2)
 
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_single_answers(tmp_path: Path, monkeypatch: pyt
     init_weights(model, seed=run.train.seed)
     total = torch.zeros((), dtype=torch.float64)
     for members in seen:
-        found_G = advantages.grpo(torch.tensor([members.rewards], dtype=torch.float64))[0]
+        found_G = updates.grpo(torch.tensor([members.rewards], dtype=torch.float64))[0]
         for sample, advantage in zip(members.samples, found_G, strict=True):
             ids = torch.tensor([[*members.prompt.ids, *sample.ids]])
             logits_SV = model.logits(model(ids[:, :-1]))[0, len(members.prompt.ids) - 1 :] / 0.8

@@ -15,8 +15,7 @@ from yuan_train.models.generate import Sampling
 from yuan_train.rl.experience import Sample
 from yuan_train.rl.generator import Token
 from yuan_train.serve.app import Completion
-from yuan_train.serve.ranks import Order
-from yuan_train.serve.sampler import Asked
+from yuan_train.serve.ranks import Asked, Order
 from yuan_train.serve.scheduler import QueueFull, Scheduler, Stopped
 
 

@@ -56,7 +56,6 @@ from yuan_train.rl.engines import (
     weight_buckets,
     weight_link,
 )
-from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.generator import (
     EngineClock,
@@ -67,7 +66,7 @@ from yuan_train.rl.generator import (
     make_engine,
     pipeline_group,
 )
-from yuan_train.rl.helpers import Environments, Said, Scorers, Scores, ScoringThread
+from yuan_train.rl.helpers import Conversation, Environments, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob, check_supported, read_file
 from yuan_train.rl.reading_model import ReadingModel
 from yuan_train.rl.scoring import Requests, joining

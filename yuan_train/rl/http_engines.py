@@ -38,10 +38,9 @@ from yuan_train.parallel.transfer import Move, local_slices, plan_holdings, tran
 from yuan_train.rl.apart import Answered, Fleet
 from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.engines import EngineEnds
-from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Sample, Ticket
 from yuan_train.rl.generator import AnswerUnderWay, SamplingParams, Turn
-from yuan_train.rl.helpers import Environments, Key, Said, Scorers, Scores, ScoringThread
+from yuan_train.rl.helpers import Conversation, Environments, Key, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.scoring import Requests
 from yuan_train.rl.servers import InferenceServer, LostServer

@@ -32,10 +32,9 @@ from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector, turns_of
 from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
 from yuan_train.rl.engines import RemoteReadingModel, RemoteReference, RemoteScores, fates_of, job_ranks
-from yuan_train.rl.environments import Conversation
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import GenerationEngine, make_engine, pipeline_group
-from yuan_train.rl.helpers import Environments, Helpers, helping, talking_rank
+from yuan_train.rl.helpers import Conversation, Environments, Helpers, helping, talking_rank
 from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.passes import PolicyLoss, RowFeed

@@ -32,8 +32,7 @@ from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.generator import Token
 from yuan_train.serve.protocol import ApiError, Call, Served, read_call, read_json, read_weights_body
-from yuan_train.serve.ranks import WeightsRefused
-from yuan_train.serve.sampler import NOT_FINITE
+from yuan_train.serve.ranks import NOT_FINITE, WeightsRefused
 from yuan_train.serve.scheduler import QueueFull, Scheduler, Stopped
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

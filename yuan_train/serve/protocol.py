@@ -19,7 +19,7 @@ from yuan_train.config.errors import DataError
 from yuan_train.data.chat import render_chat
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import Sampling
-from yuan_train.serve.sampler import MOST_ALTERNATIVES, Asked
+from yuan_train.serve.ranks import MOST_ALTERNATIVES, Asked
 
 MOST_STOPS, LONGEST_STOP = 16, 1000
 MOST_STOP_IDS = 1000

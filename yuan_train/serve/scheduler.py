@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from yuan_train.config.errors import TrainingError, YuanError
 from yuan_train.rl.generator import Token
-from yuan_train.serve.ranks import Ask, Order, WeightsRefused
-from yuan_train.serve.sampler import Asked
+from yuan_train.serve.ranks import Ask, Asked, Order, WeightsRefused
 
 POLL_SECONDS = 0.1
 """How often a pipeline without work looks whether the server is to stop."""
