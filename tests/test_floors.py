@@ -64,7 +64,7 @@ PYDANTIC = {"config/load.py", "config/units.py", "serve/protocol.py"}
 # Its parser alone: a third of the time of the standard library's.
 PYDANTIC |= {"report/lines.py"}
 PLANNER = {"cli/plan.py", "cli/simulate.py", "cli/trace.py", "cli/supervise.py", "profile/of_run.py"}
-PLANNER |= {"estimate/memory.py", "estimate/roles.py"}
+PLANNER |= {"estimate/memory.py"}
 CHECKPOINT_OF_PARALLEL = {"yuan_train.parallel.shard"}
 
 

@@ -36,14 +36,14 @@ ROOMS = {
     "cli": (29, 7207),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (16, 6458),  # signals, of seven commands; experts that a rank holds, asked of a plan
     "data": (10, 3085),
-    "estimate": (5, 1056),  # What `estimate` counts left the planner, which does not ask for it.
+    "estimate": (4, 1044),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (6, 866),
     "megatron": (4, 1116),
     "models": (17, 3474),
     "objectives": (2, 196),
     "parallel": (20, 7679),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (48, 11934),  # servers that draw answers; hosts beside many cards, and memory for islands
+    "planner": (43, 11879),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1404),
     "report": (6, 1805),  # cards with their state, plans over time, logs that grow
     "rl": (19, 7268),  # environments of what servers draw: a request a turn

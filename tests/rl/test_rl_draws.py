@@ -13,8 +13,8 @@ from tests.support.memory import most_bytes
 from yuan_train.models import generate
 from yuan_train.models.generate import draw, draw_keys
 from yuan_train.models.transformer import VocabularyPart
-from yuan_train.planner.roles import decode
-from yuan_train.planner.roles.decode import drawing_bytes
+from yuan_train.planner.roles import engines
+from yuan_train.planner.roles.engines import drawing_bytes
 
 WORDS = 48
 
@@ -98,7 +98,7 @@ def test_a_draw_holds_the_bytes_that_are_forecast(
 ) -> None:
     rows = 4
     monkeypatch.setattr(generate, "CACHED_ELEMENTS", rows * words)
-    monkeypatch.setattr(decode, "DRAWN_ELEMENTS", rows * words)
+    monkeypatch.setattr(engines, "DRAWN_ELEMENTS", rows * words)
     draws = round(parts * rows)
     head = Head(torch.randn(draws, words))
     keys = [draw_keys(5, "ticket", n, 0) for n in range(draws)]
@@ -116,4 +116,4 @@ def test_a_draw_holds_the_bytes_that_are_forecast(
 
 
 def test_the_planner_knows_how_many_words_are_drawn_at_once() -> None:
-    assert decode.DRAWN_ELEMENTS == generate.NOISE_ELEMENTS
+    assert engines.DRAWN_ELEMENTS == generate.NOISE_ELEMENTS

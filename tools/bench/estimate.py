@@ -25,7 +25,7 @@ from yuan_train.estimate.memory import GroupShape, PhaseBytes, yuan_memory
 from yuan_train.models.generate import draw, draw_keys, fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.device import Device, held_bytes, peak_memory_bytes, reset_peak_memory
-from yuan_train.planner.roles.decode import PREFILL_CHUNK
+from yuan_train.planner.roles.engines import PREFILL_CHUNK
 from yuan_train.train import run as run_module
 
 CPU = DeviceType(memory=2**35, reserved=0, fp32=1e11, bf16=1e11, memory_bandwidth=1e10, slowdown=1.0)

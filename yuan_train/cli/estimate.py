@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_roles(arguments: argparse.Namespace) -> int:
     """Every role of an RL plan. Raises ConfigError if something else is asked for as well."""
     from yuan_train.config.rl_plan import load_rl_plan
-    from yuan_train.estimate.roles import plan_memory
+    from yuan_train.estimate.memory import plan_memory
     from yuan_train.estimate.text import roles_memory_json, roles_memory_text
 
     for name in ("model", "method", "engine", "algorithm", "largest", "new"):

@@ -13,12 +13,12 @@ from yuan_train.estimate.memory import (
     Length,
     MemoryCase,
     Remedy,
+    StageBytes,
     largest_fitting,
     memory_of,
     remedies,
     with_length,
 )
-from yuan_train.estimate.roles import StageBytes
 
 
 def estimate_text(case: MemoryCase, length: Length | None) -> str:

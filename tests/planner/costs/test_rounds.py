@@ -14,8 +14,14 @@ from yuan_train.config.model import load_model
 from yuan_train.config.profile import BatchProfile, GenerationProfile, Profile, merge_profiles
 from yuan_train.planner.costs.links import allreduce_seconds, make_topology
 from yuan_train.planner.report.roles import roles_table
-from yuan_train.planner.roles.decode import Decoder, DecodeStage, line_through, measured_rounds
-from yuan_train.planner.roles.engines import EnginePlan, EngineRates
+from yuan_train.planner.roles.engines import (
+    Decoder,
+    DecodeStage,
+    EnginePlan,
+    EngineRates,
+    line_through,
+    measured_rounds,
+)
 from yuan_train.planner.roles.placement import RolesProblem
 from yuan_train.planner.roles.plan import make_rl_plan, placement_of
 from yuan_train.planner.roles.search import RolesSearch, search_roles

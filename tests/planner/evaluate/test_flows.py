@@ -3,7 +3,7 @@
 import pytest
 
 from yuan_train.config.cluster import Card
-from yuan_train.planner.evaluate.flows import BucketFlow, MessageFlow, run_transfers
+from yuan_train.planner.evaluate.plan_cost import BucketFlow, MessageFlow, run_transfers
 
 A, B, C, D = (Card(f"{node}/{i}", node, "Card") for node in ("x", "y") for i in range(2))
 

@@ -12,8 +12,7 @@ from yuan_train.config.architecture import HALVES
 from yuan_train.config.cluster import Link
 from yuan_train.config.profile import LinkProfile, Profile
 from yuan_train.parallel.grid import Grid
-from yuan_train.planner.costs.grad_reduce import bucket_costs, half_parts
-from yuan_train.planner.costs.owners import place_plan
+from yuan_train.planner.costs.grad_reduce import bucket_costs, half_parts, place_plan
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from tools.bench.roles import drawn
 from yuan_train.planner.costs.workload import TokenRows, model_work
-from yuan_train.planner.roles.decode import DRAWN_ELEMENTS, PREFILL_CHUNK, DecodeStage, Writing
-from yuan_train.planner.roles.engines import engine_memory, with_slots
+from yuan_train.planner.roles.engines import (
+    DRAWN_ELEMENTS,
+    PREFILL_CHUNK,
+    DecodeStage,
+    Writing,
+    engine_memory,
+    with_slots,
+)
 from yuan_train.planner.roles.search import RolesSearch
 
 SEARCH = RolesSearch(drawn(0, most_cards=4))

@@ -12,8 +12,13 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.report.answer import bound_values, bound_words
-from yuan_train.planner.report.terminal import differences, limited_by, slower_because
+from yuan_train.planner.report.terminal import (
+    bound_values,
+    bound_words,
+    differences,
+    limited_by,
+    slower_because,
+)
 from yuan_train.planner.search.bounds import Bound
 
 

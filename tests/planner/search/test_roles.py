@@ -14,7 +14,7 @@ from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.model import load_model
 from yuan_train.config.rl_plan import RlPlan, load_rl_plan, save_rl_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.estimate.roles import StageBytes, plan_memory
+from yuan_train.estimate.memory import StageBytes, plan_memory
 from yuan_train.planner.report.roles import roles_html, roles_table
 from yuan_train.planner.roles.placement import RolesProblem
 from yuan_train.planner.roles.plan import make_rl_plan, placement_of

@@ -15,7 +15,7 @@ from yuan_train.config.errors import NoPlanFits, PlanError
 from yuan_train.config.model import load_model
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl_plan import CriticPlan, validate_rl_plan
-from yuan_train.estimate.roles import plan_memory
+from yuan_train.estimate.memory import plan_memory
 from yuan_train.planner.costs.unit_costs import critic_of, make_costs, value_model
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.roles import roles_html, roles_table

@@ -27,7 +27,6 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import Profile, ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs import workload
-from yuan_train.planner.costs.host import HostShare, host_share
 from yuan_train.planner.costs.links import (
     Topology,
     all_gather_seconds,
@@ -36,8 +35,10 @@ from yuan_train.planner.costs.links import (
     reduce_scatter_seconds,
 )
 from yuan_train.planner.costs.plan_problem import (
+    HostShare,
     PlanProblem,
     Replica,
+    host_share,
     is_wide,
     node_host_bytes,
     with_measured_reserve,

@@ -23,7 +23,8 @@ from yuan_train.config.devices import Precision
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
-from yuan_train.planner.costs.host import (
+from yuan_train.planner.costs.grad_reduce import StateShares
+from yuan_train.planner.costs.plan_problem import (
     HostShare,
     disk_bytes,
     disk_step_seconds,
@@ -31,7 +32,6 @@ from yuan_train.planner.costs.host import (
     host_step_seconds,
     slot_bytes,
 )
-from yuan_train.planner.costs.owners import StateShares
 from yuan_train.planner.costs.unit_costs import (
     CardCosts,
     Costs,

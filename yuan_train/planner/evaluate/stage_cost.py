@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.owners import StateShares
+from yuan_train.planner.costs.grad_reduce import StateShares
 from yuan_train.planner.costs.plan_problem import Replica
 from yuan_train.planner.costs.unit_costs import Costs, Source, UnitCost
 from yuan_train.planner.evaluate.memory import (

@@ -22,15 +22,15 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
-from yuan_train.planner.costs.host import (
+from yuan_train.planner.costs.links import Route, copy_seconds_per_byte, find_route
+from yuan_train.planner.costs.plan_problem import (
     disk_bytes,
     disk_step_seconds,
     host_bytes,
     host_step_seconds,
+    plan_on_cards,
     slot_bytes,
 )
-from yuan_train.planner.costs.links import Route, copy_seconds_per_byte, find_route
-from yuan_train.planner.costs.plan_problem import plan_on_cards
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.native import evaluator as core

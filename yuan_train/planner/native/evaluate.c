@@ -1,5 +1,5 @@
 /* The whole step of a draft: messages between stages, pipelines in virtual time, buckets of gradients and of weights.
- * As `evaluate/plan_cost.py` and `flows.py`. */
+ * As `evaluate/plan_cost.py`. */
 #include "evaluate.h"
 
 #include <math.h>

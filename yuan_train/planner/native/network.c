@@ -1,5 +1,5 @@
 /* Messages, rings and buckets on their way at the same time: `costs/links.py`, `costs/grad_reduce.py` and
- * `evaluate/flows.py`. */
+ * `evaluate/plan_cost.py`. */
 #include <math.h>
 
 #include "evaluator.h"
@@ -97,7 +97,7 @@ double ring_seconds(const struct problem *problem, const struct ring *ring, enum
     return slowest;
 }
 
-/* Transfers at a time of their run; see `_Run` in `evaluate/flows.py`. */
+/* Transfers at a time of their run; see `_Run` in `evaluate/plan_cost.py`. */
 struct run {
     int32_t num_waiting, num_active, next_change;
     double now;

@@ -22,7 +22,7 @@ from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.roles import engines
-from yuan_train.planner.roles.decode import DecodeStage, measured_rounds
+from yuan_train.planner.roles.engines import DecodeStage, measured_rounds
 from yuan_train.planner.search.what_if import with_nodes
 from yuan_train.schedule.flow import FlowTimes, Play, play
 from yuan_train.schedule.schedules import forward_only

@@ -14,13 +14,19 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl import Mode, Placement, RLConfig, policy_run
-from yuan_train.planner.costs.owners import cards_of
+from yuan_train.planner.costs.grad_reduce import cards_of
 from yuan_train.planner.costs.plan_problem import PlanProblem, plan_on_cards
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.roles import placement as placing
-from yuan_train.planner.roles.decode import DecodeStage
-from yuan_train.planner.roles.engines import EnginePlan, Generation, Workload, engine_memory, num_groups
+from yuan_train.planner.roles.engines import (
+    DecodeStage,
+    EnginePlan,
+    Generation,
+    Workload,
+    engine_memory,
+    num_groups,
+)
 from yuan_train.planner.roles.search import RolesResult
 
 PACKED_SHARE = 0.9

@@ -23,8 +23,8 @@ from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.unit_costs import Costs, critic_of, make_costs, value_model
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
 from yuan_train.planner.roles import placement as placing
-from yuan_train.planner.roles.decode import DecodeStage
 from yuan_train.planner.roles.engines import (
+    DecodeStage,
     EnginePlan,
     EngineRates,
     Generation,

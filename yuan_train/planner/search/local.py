@@ -15,7 +15,7 @@ from typing import Any
 from yuan_train.config.errors import PlanError
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.owners import divides_alike
+from yuan_train.planner.costs.grad_reduce import divides_alike
 from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
