@@ -25,8 +25,7 @@ from tests.support.ranks import Case, run_alone, same_saved
 from tests.support.spawn import Around, as_rank, free_port, spawn, start_ranks
 from yuan_train.checkpoint import in_memory
 from yuan_train.checkpoint.in_memory import DRAFT, NodeMemory, remove_copies, run_folder
-from yuan_train.checkpoint.load import load_tensors, step_name
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import LocalShard, load_tensors, step_name
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.parallel.shard import TensorBox

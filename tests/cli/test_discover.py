@@ -15,10 +15,10 @@ from tests.support.commands import Refuse, command
 from tests.support.hosts import SCONTROL, answering_ssh
 from tests.support.machines import GIB, MACHINES, FakeMachine, build_tools
 from yuan_train.cli.discover import cluster_text
+from yuan_train.cli.doctor import see_tools
 from yuan_train.cli.main import main
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.plan import is_real_card
-from yuan_train.machine.tools import see_tools
 
 ROOT = Path(__file__).parents[2]
 

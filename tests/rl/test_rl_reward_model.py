@@ -25,7 +25,7 @@ from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.planner.costs.workload import TokenRows
 from yuan_train.planner.evaluate.memory import scoring_bytes
 from yuan_train.rl.job import prepare_rl
-from yuan_train.rl.reading_model import ReadingModel
+from yuan_train.rl.passes import ReadingModel
 from yuan_train.train.evaluate import load_trained
 from yuan_train.train.job import Position
 

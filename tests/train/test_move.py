@@ -28,8 +28,7 @@ from tests.support.project import (
 )
 from tests.support.ranks import same_saved, saved_tensors
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
-from yuan_train.checkpoint.load import find_checkpoint, load_tensors, step_name
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import LocalShard, find_checkpoint, load_tensors, step_name
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import plan_digest, plans_in, restart_reason, save_plan

@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from yuan_train.checkpoint.load import MANIFEST, VERSION, Checkpoint, step_name
-from yuan_train.checkpoint.local_shards import LoadPlanner, Reader, Tensors
+from yuan_train.checkpoint.load import MANIFEST, VERSION, Checkpoint, LoadPlanner, Reader, Tensors, step_name
 from yuan_train.checkpoint.save import make_empty_directory, root_cause, write_tensors
 from yuan_train.config.errors import CheckpointError, TrainingError
 

@@ -19,19 +19,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    MetadataIndex,
+)
 
 from yuan_train.checkpoint.load import (
     LATEST,
     STATE,
     TOKENIZER,
     LazyTensor,
+    LocalShard,
+    Reader,
+    Tensors,
     faults_of,
     step_name,
     steps_in,
     write_manifest,
 )
-from yuan_train.checkpoint.local_shards import Reader, SavePlanner, Tensors
 from yuan_train.config.errors import CheckpointError, YuanError
 
 
@@ -332,3 +336,18 @@ def split_into_shards(
         shards[-1][name] = tensor
         size += tensor.num_bytes
     return shards
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Looks up the box of a local shard to write."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return (
+            value.__get_tensor_shard__(index)
+            if isinstance(value, LocalShard)
+            else super().lookup_object(index)
+        )

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from yuan_train.cli.doctor import ask_nodes, difference_words, differences
+from yuan_train.cli.doctor import VIRTUAL, ask_nodes, difference_words, differences
 from yuan_train.config.devices import CATALOGUE, GIB, MIB, PCIE_BYTES_PER_SECOND, DeviceType, find_card
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import PROCESSOR
 from yuan_train.machine.hosts import SRUN, parse_hosts, slurm_parts
-from yuan_train.machine.tools import VIRTUAL
 
 Facts = dict[str, Any]
 

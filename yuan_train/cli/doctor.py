@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import shlex
 import shutil
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,13 +32,14 @@ from yuan_train.config.errors import ConfigError, DiskError
 from yuan_train.config.express import INSTALL, TESTED
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import load_run
-from yuan_train.machine.hosts import ask_json, ssh_words
-from yuan_train.machine.tools import SYS, VIRTUAL, read_line, see_tools
+from yuan_train.machine.hosts import ask_json, run_tool, ssh_words
 
 if TYPE_CHECKING:
     from yuan_train.parallel.device import Device
 
 Facts = dict[str, Any]
+
+SYS = Path("/sys")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -796,3 +799,135 @@ def node_lines(found: Mapping[str, Facts | str]) -> Iterator[str]:
 def difference_words(name: str, by_value: Mapping[str, Sequence[str]]) -> str:
     """What differs, with the machines of each value."""
     return f"{name} differs: " + "; ".join(f"{value} on {', '.join(on)}" for value, on in by_value.items())
+
+
+NVIDIA_SMI = "nvidia-smi"
+FIELDS = {
+    "index": "index",
+    "name": "name",
+    "memory_mib": "memory.total",
+    "pci_address": "pci.bus_id",
+    "driver": "driver_version",
+    "mig": "mig.mode.current",
+    "pcie_generation": "pcie.link.gen.max",
+    "pcie_lanes": "pcie.link.width.max",
+    "capability": "compute_cap",
+}
+"""What is asked of each card; drivers before 510 do not know the last one, and answer nothing with it."""
+NVIDIA, DISPLAYS = "0x10de", ("0x0300", "0x0302")
+"""Of PCI: the maker, and how the classes of its cards begin."""
+NO_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr", "fd", "nbd")
+"""How the names of block devices begin that are no disk of their own."""
+VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tun", "tap")
+"""How the names of interfaces begin that reach no other machine."""
+SECTOR = 512
+"""Bytes in which the kernel counts the size of a disk, whatever its own sectors are."""
+_MIG = re.compile(r"\s*MIG\s+(?P<profile>(?:\d+c\.)?(?P<slices>\d+)g\.(?P<gigabytes>\d+)gb\S*)\s+Device")
+
+
+def see_tools(tree: Path = SYS) -> Facts:
+    """Cards by nvidia-smi, the kind of link of each pair, rates of networks, disks; `tree` is /sys."""
+    listing, fault = run_tool(NVIDIA_SMI, "-L")
+    cards = _see_cards() if fault is None else []
+    matrix, _ = run_tool(NVIDIA_SMI, "topo", "-m") if len(cards) > 1 else ("", None)
+    lines, _ = run_tool(NVIDIA_SMI, "nvlink", "-s") if "NV" in matrix else ("", None)
+    return {
+        "cards": cards,
+        "fault": fault,
+        "on_the_bus": sum(1 for _ in _displays(tree)),
+        "mig": [found.groupdict() for line in listing.splitlines() if (found := _MIG.match(line))],
+        "pairs": dict(_read_matrix(matrix)),
+        "nvlink_gigabytes": _slowest_nvlink(lines),
+        "networks": list(_see_networks(tree)),
+        "disks": list(_see_disks(tree)),
+        "memory_limit_bytes": _read_limit(tree),
+        "free_bytes": shutil.disk_usage(Path.cwd()).free,
+    }
+
+
+def _see_cards() -> list[Facts]:
+    """What nvidia-smi tells of each card; fields that a driver does not know are None."""
+    for names in (tuple(FIELDS), tuple(FIELDS)[:-1], tuple(FIELDS)[:5]):
+        query = ",".join(FIELDS[name] for name in names)
+        text, fault = run_tool(NVIDIA_SMI, f"--query-gpu={query}", "--format=csv,noheader,nounits")
+        rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+        if fault is None and all(len(row) == len(names) for row in rows):
+            blank: Facts = dict.fromkeys(FIELDS)
+            return [blank | dict(zip(names, map(_value, row), strict=True)) for row in rows]
+    return []
+
+
+def _value(cell: str) -> str | float | None:
+    """A field: a number where it is one, None where it is `[N/A]` or `[Not Supported]`."""
+    if cell.startswith("["):
+        return None
+    with suppress(ValueError):
+        return float(cell)
+    return cell
+
+
+def _read_matrix(text: str) -> Iterator[tuple[str, str]]:
+    """Of `nvidia-smi topo -m`: by pair of cards (`0-1`) what joins them: NV4, PIX, PXB, PHB, NODE or SYS."""
+    rows = [re.sub(r"\x1b\[\d*m", "", line).split("\t") for line in text.splitlines()]
+    names: list[str] = []
+    for cells in rows:
+        cells = [cell.strip() for cell in cells]
+        if not names and "GPU0" in cells[1:]:
+            names = cells[1:]
+        elif names and re.fullmatch(r"GPU\d+", cells[0]):
+            for name, kind in zip(names, cells[1:], strict=False):
+                if re.fullmatch(r"GPU\d+", name) and int(name[3:]) > int(cells[0][3:]):
+                    yield f"{cells[0][3:]}-{name[3:]}", kind
+
+
+def _slowest_nvlink(text: str) -> float | None:
+    """Of `nvidia-smi nvlink -s`: what one NVLink gives per direction, in GB/s."""
+    return min((float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", text)), default=None)
+
+
+def _displays(tree: Path) -> Iterator[Path]:
+    for device in sorted((tree / "bus/pci/devices").glob("*")):
+        is_display = (read_line(device / "class") or "").startswith(DISPLAYS)
+        if is_display and read_line(device / "vendor") == NVIDIA:
+            yield device
+
+
+def _see_networks(tree: Path) -> Iterator[Facts]:
+    """Every interface, with its rate in Mb/s; None where it is not told, as in many virtual machines."""
+    for path in sorted((tree / "class/net").glob("*")):
+        speed = read_line(path / "speed") or ""
+        megabits = int(speed) if speed.isdigit() and int(speed) > 0 else None
+        is_port = (path / "device").exists() or (path / "bonding").exists()
+        state = read_line(path / "operstate")
+        yield {"name": path.name, "megabits": megabits, "is_port": is_port, "state": state}
+
+
+def _see_disks(tree: Path) -> Iterator[Facts]:
+    for path in sorted((tree / "block").glob("*")):
+        size = read_line(path / "size") or ""
+        if path.name.startswith(NO_DISKS) or not size.isdigit() or int(size) == 0:
+            continue
+        yield {"name": path.name, "bytes": SECTOR * int(size), "kind": _disk_kind(path)}
+
+
+def _disk_kind(path: Path) -> str:
+    # Disks of virtual machines are told to turn, whatever they are.
+    if path.name.startswith(("vd", "xvd")):
+        return "virtual disk"
+    turns = read_line(path / "queue/rotational") == "1"
+    return "NVMe" if path.name.startswith("nvme") else "turning disk" if turns else "SSD"
+
+
+def _read_limit(tree: Path) -> int | None:
+    """Host memory that the control group (v2) of a container or job allows; None without a limit."""
+    limit = read_line(tree / "fs/cgroup/memory.max") or ""
+    return int(limit) if limit.isdigit() else None
+
+
+def read_line(path: Path) -> str | None:
+    """What a file of the kernel says; None where it is missing or says nothing."""
+    # The rate of an interface that is down cannot be read: EINVAL.
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None

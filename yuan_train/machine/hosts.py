@@ -26,7 +26,6 @@ from typing import IO, Any, TypeVar
 from yuan_train.config.errors import INTERRUPTED, ConfigError
 from yuan_train.config.signals import hearing
 from yuan_train.machine.agent import END, HELLO, INTERRUPT, TERMINATE
-from yuan_train.machine.tools import run_tool
 
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 """Of the program `ssh` and no other: it never asks, and notices within half a minute that a machine is gone.
@@ -457,3 +456,24 @@ def _cut(ways: Sequence[_Way]) -> None:
         assert way.process.stdin is not None
         with suppress(OSError):
             way.process.stdin.close()
+
+
+TOOL_SECONDS = 20.0
+"""In which a tool answers: nvidia-smi takes seconds where no process keeps the driver awake."""
+
+
+def run_tool(*words: str) -> tuple[str, str | None]:
+    """What a tool prints, and why it failed; nothing is raised."""
+    try:
+        ran = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=TOOL_SECONDS, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return "", f"there is no {words[0]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"{words[0]}: {error}"
+    if ran.returncode == 0:
+        return ran.stdout, None
+    said = " ".join((ran.stdout + ran.stderr).split())
+    return "", f"{words[0]}: {said[:200] or f'exit code {ran.returncode}'}"

@@ -17,8 +17,13 @@ from typing import Any
 
 import torch
 
-from yuan_train.checkpoint.load import OPTIMIZER_STATES, WEIGHTS, holds_optimizer_state, load_tensors
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import (
+    OPTIMIZER_STATES,
+    WEIGHTS,
+    LocalShard,
+    holds_optimizer_state,
+    load_tensors,
+)
 from yuan_train.config.errors import LostRank
 from yuan_train.config.express import TESTED, Expression, express, renumber
 from yuan_train.config.run import RunConfig

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from yuan_train.config.errors import LostRank
-from yuan_train.parallel.checksums import checksum
+from yuan_train.parallel.gradients import blocks_of
 from yuan_train.parallel.grid import Edge, Grid, RankCoord
 from yuan_train.parallel.groups import Groups
 from yuan_train.parallel.transport import (
@@ -258,3 +258,26 @@ class Bridge:
         raise LostRank(
             f"{self._coord}: the {step} failed; rank {peer} is gone or stuck ({reason})"
         ) from error
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of an element, the integers that its bits are."""
+
+
+def checksum(weights: torch.Tensor) -> torch.Tensor:
+    """Sum and sum of squares, modulo 2^64, of the bits of weights as integers: int64 [2], on their device.
+
+    Whatever their order; it takes a block at a time.
+    """
+    flat = weights.detach().reshape(-1)
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for block in blocks_of(flat.view(_BITS[flat.element_size()])):
+        wide = block.long()
+        total += torch.stack([wide.sum(), (wide * wide).sum()])
+    return total
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of a shape and a dtype have the same bits."""
+    bits = _BITS[one.element_size()]
+    return torch.equal(one.detach().contiguous().view(bits), other.detach().contiguous().view(bits))

@@ -68,7 +68,7 @@ from yuan_train.rl.generator import (
 )
 from yuan_train.rl.helpers import Conversation, Environments, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob, check_supported, read_file
-from yuan_train.rl.reading_model import ReadingModel
+from yuan_train.rl.passes import ReadingModel
 from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.agreement import settle_forms

@@ -21,7 +21,7 @@ from yuan_train.rl.experience import Group, Sample, Ticket, share_out
 from yuan_train.rl.generator import GenerationEngine, SamplingParams, Talk
 from yuan_train.rl.helpers import Scorers, Scores
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.reading_model import ReadingModel, score_error
+from yuan_train.rl.passes import ReadingModel, score_error
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
 

@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from yuan_train.checkpoint.load import Checkpoint, find_checkpoints, load_tensors
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import Checkpoint, LocalShard, find_checkpoints, load_tensors
 from yuan_train.config.errors import CheckpointError, TrainingError
 from yuan_train.config.model import is_trained
 from yuan_train.config.rl import CriticConfig

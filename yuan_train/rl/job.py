@@ -15,7 +15,7 @@ from yuan_train.config.rl_plan import RlForecast, RlPlan, ScoringRole
 from yuan_train.data.prompts import Prompt, Prompts, read_prompts
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.rl.experience import Answers
-from yuan_train.rl.reading_model import find_reading_model
+from yuan_train.rl.passes import find_reading_model
 from yuan_train.rl.servers import check_servers
 from yuan_train.train.job import Job, Position, check_position
 from yuan_train.train.metrics import check_trackers

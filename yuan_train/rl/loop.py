@@ -19,8 +19,7 @@ from typing import Any, Self, TextIO
 
 import torch
 
-from yuan_train.checkpoint.load import find_checkpoints
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import LocalShard, find_checkpoints
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain, dump, write_text
 from yuan_train.data.prompts import text_of
@@ -37,8 +36,7 @@ from yuan_train.rl.generator import GenerationEngine, make_engine, pipeline_grou
 from yuan_train.rl.helpers import Conversation, Environments, Helpers, helping, talking_rank
 from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.passes import PolicyLoss, RowFeed
-from yuan_train.rl.reading_model import ReadingModel
+from yuan_train.rl.passes import PolicyLoss, ReadingModel, RowFeed
 from yuan_train.rl.scoring import Requests
 from yuan_train.rl.updates import Updater, UpdateResult
 from yuan_train.train.agreement import agree_on_job

@@ -42,8 +42,7 @@ from yuan_train.rl.engines import (
     weight_link,
 )
 from yuan_train.rl.experience import Answers, Rows
-from yuan_train.rl.passes import Lanes, RowFeed, last_values, log_probs_at
-from yuan_train.rl.reading_model import find_reading_model
+from yuan_train.rl.passes import Lanes, RowFeed, find_reading_model, last_values, log_probs_at
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
 from yuan_train.train.ending import ending_together, explaining_memory, stop_on_sigterm
 from yuan_train.train.job import Job, Position, check_position

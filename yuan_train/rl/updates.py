@@ -21,8 +21,7 @@ from yuan_train.parallel.groups import guard_world_collective, sum_over_world
 from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
 from yuan_train.rl.engines import RemoteReadingModel, RemoteReference
 from yuan_train.rl.experience import Group, Rows, make_rows
-from yuan_train.rl.passes import SUMS, Lanes, PolicyBatch, PolicyLoss, RowFeed, log_probs_at
-from yuan_train.rl.reading_model import ReadingModel
+from yuan_train.rl.passes import SUMS, Lanes, PolicyBatch, PolicyLoss, ReadingModel, RowFeed, log_probs_at
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
 

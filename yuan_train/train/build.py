@@ -9,8 +9,14 @@ from typing import cast
 
 import torch
 
-from yuan_train.checkpoint.load import WEIGHTS, Checkpoint, holds_optimizer_state, load_parts, load_tensors
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import (
+    WEIGHTS,
+    Checkpoint,
+    LocalShard,
+    holds_optimizer_state,
+    load_parts,
+    load_tensors,
+)
 from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.run import RunConfig

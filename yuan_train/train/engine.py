@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import LocalShard
 from yuan_train.config.errors import NotFinite
 from yuan_train.config.load import as_plain
 from yuan_train.config.model import ModelConfig

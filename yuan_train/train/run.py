@@ -26,8 +26,7 @@ from typing import Any, cast
 
 import torch
 
-from yuan_train.checkpoint.load import holds_optimizer_state
-from yuan_train.checkpoint.local_shards import LocalShard
+from yuan_train.checkpoint.load import LocalShard, holds_optimizer_state
 from yuan_train.config.errors import NOT_IN_PLACE, TrainingError, YuanError
 from yuan_train.config.express import check_engine
 from yuan_train.config.load import as_plain, dump, write_text

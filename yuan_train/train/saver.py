@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from yuan_train.checkpoint.in_memory import KeptCheckpoint, NodeMemory, forget_copies, remove_copies
-from yuan_train.checkpoint.load import Checkpoint
-from yuan_train.checkpoint.local_shards import LocalShard, Tensors
+from yuan_train.checkpoint.load import Checkpoint, LocalShard, Tensors
 from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError, HostMemoryError
 from yuan_train.config.run import CheckpointConfig

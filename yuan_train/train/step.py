@@ -1,20 +1,27 @@
 """Our own engine: one rank's trainer, its training step and its passes over data without one.
 
 In a checked step each message has a checksum, and each stage computes a micro-batch twice. Weights that
-several ranks hold are compared with each other (`parallel/checksums.py`); a gradient or a message has one
-owner, so it is compared with itself. A stage computes its first micro-batch again as soon as that has been
-through its backward, from an empty gradient, and compares all bits. That finds what a core or its memory does
-to a forward or a backward now and then. It does not find what they do each time alike, nor what happens to a
+several ranks hold are compared with each other (`check_weights`); a gradient or a message has one owner, so
+it is compared with itself. A stage computes its first micro-batch again as soon as that has been through its
+backward, from an empty gradient, and compares all bits. That finds what a core or its memory does to a
+forward or a backward now and then. It does not find what they do each time alike, nor what happens to a
 gradient after that backward.
 
 Bits are equal where kernels add in one order: on processors. Some of a card's do not; cards check messages
 alone. The step ends with AdamW over flat buckets (`Optimizer`).
+
+Owners of a bucket step the same elements, or send each other what one of them has stepped; the ranks of a
+tensor-parallel group hold the same norms, biases and routers. All that keeps them equal is that all compute
+alike: a bit that flips in memory, a faulty kernel, or unlike cards that each step all of the weights make
+them drift apart, and no loss tells. So all ranks compare checksums of what several hold: of each slice of a
+bucket, and of what is whole on each rank. Only if some differ do they compare those of single parameters.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,9 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.adamw import adamw
 
-from yuan_train.checkpoint.load import WEIGHTS
-from yuan_train.checkpoint.local_shards import LocalShard
-from yuan_train.config.errors import CheckpointError
+from yuan_train.checkpoint.load import WEIGHTS, LocalShard
+from yuan_train.config.errors import CheckpointError, TrainingError
 from yuan_train.config.load import write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import OptimizerConfig
@@ -39,10 +45,17 @@ from yuan_train.data.pairs import Pairs
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
-from yuan_train.parallel.checksums import check_weights, raise_faults, same_bits
+from yuan_train.parallel.bridge import checksum, same_bits
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Executor, Stopwatch
-from yuan_train.parallel.groups import as_training_error, sum_over_world
+from yuan_train.parallel.gradients import FlatBucket, Slice
+from yuan_train.parallel.grid import Bucket, Grid, RankCoord
+from yuan_train.parallel.groups import (
+    as_training_error,
+    gather_objects,
+    guard_world_collective,
+    sum_over_world,
+)
 from yuan_train.parallel.optimizer_state import DiskChunk, DiskFile, HostChunk, OptimizerShard
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.zero import STATES, OwnedState, State, weight_boxes
@@ -607,3 +620,141 @@ def _parts(shards: Sequence[OptimizerShard], *, decay: bool) -> _Parts:
     masters, gradients, exp_avgs, exp_avg_sqs = ([row[i] for row in rows] for i in range(4))
     steps = [torch.zeros((), dtype=torch.float32, device=master.device) for master in masters]
     return _Parts(masters, gradients, exp_avgs, exp_avg_sqs, steps, decay)
+
+
+_MAX_LISTED = 4
+"""Parameters that a message lists."""
+
+
+def check_weights(
+    grid: Grid, coord: RankCoord, trained: Sequence[FlatBucket], frozen: Sequence[FlatBucket]
+) -> None:
+    """Raise TrainingError, on all ranks, unless the weights that several ranks hold have the same bits on all
+    of them; it names ranks and parameters. Collective over all ranks."""
+    if not dist.is_initialized():
+        return
+    first_rows, count = _first_rows(grid)
+    shared = [
+        entry
+        for number, buckets in enumerate((trained, frozen))
+        for bucket in buckets
+        for entry in _shared(bucket, number * count + first_rows[bucket.bucket])
+    ]
+    extremes = torch.iinfo(torch.int64)
+    least = torch.full((2 * count, 2), extremes.max, dtype=torch.int64)
+    most = torch.full((2 * count, 2), extremes.min, dtype=torch.int64)
+    if shared:
+        rows = torch.tensor([entry.row for entry in shared])
+        least[rows] = most[rows] = torch.stack([entry.checksum() for entry in shared]).cpu()
+    with guard_world_collective(coord, "the check of weights"):
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    is_held, is_unlike = (least <= most).all(dim=1), (least != most).any(dim=1)
+    unlike = set(torch.nonzero(is_held & is_unlike).flatten().tolist())
+    if not unlike:
+        return
+    mine = {
+        (entry.row, name): tuple(checksum(weights).tolist())
+        for entry in shared
+        if entry.row in unlike
+        for name, weights in entry.weights()
+    }
+    with guard_world_collective(coord, "the search for weights that differ"):
+        raise TrainingError(_message(grid, gather_objects(mine)))
+
+
+def raise_faults(coord: RankCoord, faults: Sequence[str]) -> None:
+    """Raise TrainingError, on all ranks, with what some rank has found wrong with messages or gradients.
+    Collective over all ranks."""
+    with guard_world_collective(coord, "the search for bits that differ"):
+        found = [fault for own in gather_objects(list(faults)) for fault in own]
+    if found:
+        more = f"; and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
+        raise TrainingError(
+            f"{'; '.join(found[:_MAX_LISTED])}{more}. Test the memory of that card and its host, and for a "
+            "message the link's; go on from a checkpoint that was saved before"
+        )
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Weights that several ranks hold: a slice of a bucket, or (None) what is whole on each rank."""
+
+    row: int
+    """Its number among all of the model's."""
+    bucket: FlatBucket
+    part: Slice | None
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter's part, by name."""
+        bucket = self.bucket
+        for piece in bucket.pieces:
+            if self.part is not None:
+                yield piece.name, bucket.slice_view(bucket.weights, piece.name, self.part)
+            elif piece.shard.dim is None:
+                yield piece.name, bucket.view(bucket.weights, piece.name)
+
+    def checksum(self) -> torch.Tensor:
+        """That of all of it."""
+        if self.part is not None:
+            return checksum(self.bucket.pack(self.bucket.weights, self.part))
+        sums = [checksum(weights) for _, weights in self.weights()]
+        return torch.stack([*sums, torch.zeros_like(checksum(self.bucket.weights[:0]))]).sum(dim=0)
+
+
+def _shared(bucket: FlatBucket, row: int) -> Iterator[_Shared]:
+    """What other ranks hold too of a bucket whose first number is `row`."""
+    for part in bucket.slices:
+        if len(part.group) > 1:
+            yield _Shared(row + part.index, bucket, part)
+    if bucket.num_slices > 1:
+        yield _Shared(row + bucket.num_slices, bucket, None)
+
+
+def _first_rows(grid: Grid) -> tuple[dict[Bucket, int], int]:
+    """The number of each bucket's first slice, after which those of its others and of what is whole follow;
+    and how many there are."""
+    found: dict[Bucket, int] = {}
+    count = 0
+    for bucket in grid.buckets:
+        found[bucket] = count
+        count += bucket.num_slices + 1
+    return found, count
+
+
+def _message(grid: Grid, told: Sequence[dict[tuple[int, str], tuple[int, ...]]]) -> str:
+    """Which ranks have other weights than most that hold them, of which parameters, and what to do."""
+    found: dict[str, list[str]] = {}
+    for row, name in dict.fromkeys(key for mine in told for key in mine):
+        sums = {rank: mine[row, name] for rank, mine in enumerate(told) if (row, name) in mine}
+        (common, votes), *others = Counter(sums.values()).most_common()
+        if not others:
+            continue
+        odd = [rank for rank, own in sums.items() if own != common]
+        if votes == others[0][1]:
+            who = f"{_ranks(grid, list(sums))} have unlike weights"
+        else:
+            verb = "has" if len(odd) == 1 else "have"
+            same = [rank for rank in sums if rank not in odd]
+            who = f"{_ranks(grid, odd)} {verb} other weights than {_ranks(grid, same)}"
+        found.setdefault(who, []).append(name)
+    lines = [f"{who}: {_listed(list(dict.fromkeys(names)))}" for who, names in found.items()]
+    advice = (
+        "They should be the same to the bit. Test the memory of that card; if cards of unlike types each "
+        "step all of the weights, set optimizer_sharding: true in the plan; and go on from a checkpoint that "
+        "was saved while they were"
+    )
+    return "; ".join(lines[:_MAX_LISTED]) + f". {advice}"
+
+
+def _ranks(grid: Grid, ranks: Sequence[int]) -> str:
+    """Some ranks for people; one alone with its place and card."""
+    if len(ranks) == 1:
+        return grid.label(grid.coords[ranks[0]])
+    shown = ", ".join(map(str, ranks[: 2 * _MAX_LISTED]))
+    return f"ranks {shown}" + (", ..." if len(ranks) > 2 * _MAX_LISTED else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more parameters" if more > 0 else "")
