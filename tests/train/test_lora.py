@@ -16,9 +16,8 @@ from tests.support.rl import write_rl
 from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
 from yuan_train.checkpoint.megatron import export_megatron, import_megatron
-from yuan_train.config.architecture import ADAPTERS
 from yuan_train.config.errors import CheckpointError, ConfigError
-from yuan_train.config.model import LoraConfig, ModelConfig, is_trained
+from yuan_train.config.model import ADAPTERS, LoraConfig, ModelConfig, is_trained
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl import load_rl
 from yuan_train.config.run import load_run

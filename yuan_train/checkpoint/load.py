@@ -48,10 +48,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
-from yuan_train.config.architecture import ADAPTERS
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import Document, build
-from yuan_train.config.model import ONLY_IN_TRAINING, ModelConfig, validate_model
+from yuan_train.config.model import ADAPTERS, ONLY_IN_TRAINING, ModelConfig, validate_model
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.shard import TensorBox
 

@@ -111,7 +111,7 @@ def _encode(tokenizer: Tokenizer, text: str, special: bool, vocab_size: int) -> 
 
 def _encode_chat(tokenizer: Tokenizer, text: str, vocab_size: int, *, is_json: bool) -> list[int]:
     """Token ids of a user's message, or of a line with messages; the template adds all that goes around."""
-    from yuan_train.data.chat import render_chat
+    from yuan_train.data.tokenizer import render_chat
 
     messages = _parse_messages(text) if is_json else [{"role": "user", "content": text}]
     return _checked(tokenizer.encode(render_chat(tokenizer, messages), special=True), vocab_size)
@@ -119,7 +119,7 @@ def _encode_chat(tokenizer: Tokenizer, text: str, vocab_size: int, *, is_json: b
 
 def _parse_messages(line: str) -> list[dict[str, str]]:
     """The messages of a line of JSON. Raises DataError."""
-    from yuan_train.data.chat import are_messages
+    from yuan_train.data.tokenizer import are_messages
 
     wanted = 'wanted {"messages": [{"role": "user", "content": "..."}]}'
     try:

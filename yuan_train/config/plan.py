@@ -15,10 +15,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 
-from yuan_train.config.architecture import HALVES, half_of
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import CATALOGUE, Backend, DeviceType, find_card
-from yuan_train.config.model import ModelConfig, is_trained, layer_table
+from yuan_train.config.model import HALVES, ModelConfig, half_of, is_trained, layer_table
 from yuan_train.config.run import HostCopies, Recompute, RunConfig, ScheduleName
 
 Count = Annotated[int, Gt(0)]

@@ -13,11 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.chat import Message, check_messages, encode_chat
 from yuan_train.data.loader import IGNORED, Batch
 from yuan_train.data.prompts import read_records, refuse_long, token_ids
 from yuan_train.data.sampler import hash_key, permuted
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Message, Tokenizer, check_messages, encode_chat
 
 SIDES = ("chosen", "rejected")
 

@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.chat import check_messages, encode_chat
 from yuan_train.data.indexed import IndexedWriter, answers_prefix, bin_path, token_dtype
 from yuan_train.data.text import Convention, Item, check_inputs, decode_item, decode_messages, read_items
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Tokenizer, check_messages, encode_chat
 
 CHUNK_BYTES = 1 << 20  # of text per task of a worker: some tenths of a second of work
 CHUNK_ITEMS = 4_096

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from yuan_train.config.errors import DataError, why_unread
-from yuan_train.data.chat import check_question, render_chat
 from yuan_train.data.sampler import hash_key, permuted
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Tokenizer, check_question, render_chat
 
 
 def read_records(path: Path, *, keys: str) -> Iterator[tuple[str, dict[str, Any]]]:

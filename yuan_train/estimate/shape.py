@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from yuan_train.config.architecture import model_types
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import Document, build
-from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.config.model import ModelConfig, model_types, validate_model
 
 LARGEST_SIZE = 2**31
 """Sizes of a `config.json` are below this."""

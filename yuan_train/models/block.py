@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from yuan_train.config.architecture import half_of
-from yuan_train.config.model import ModelConfig
+from yuan_train.config.model import ModelConfig, half_of
 from yuan_train.models.attention import DocumentRanges, LayerCache, build_attention
 from yuan_train.models.dropout import Tokens
 from yuan_train.models.experts import Experts, Router

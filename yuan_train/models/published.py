@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from yuan_train.config.architecture import find_format, find_module
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import Document, build
-from yuan_train.config.model import ModelConfig, validate_model
+from yuan_train.config.model import ModelConfig, find_format, find_module, validate_model
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 

@@ -6,8 +6,16 @@ D = head size.
 
 from __future__ import annotations
 
-from yuan_train.config.architecture import Constant, Kept, Normal, ParameterSpec, Sharding, SublayerWork
-from yuan_train.config.model import ModelConfig, norm
+from yuan_train.config.model import (
+    Constant,
+    Kept,
+    ModelConfig,
+    Normal,
+    ParameterSpec,
+    Sharding,
+    SublayerWork,
+    norm,
+)
 
 
 def feed_forward(model: ModelConfig, *, out: Normal) -> tuple[ParameterSpec, ...]:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from yuan_kernels import ops
 
-from yuan_train.config.architecture import Constant, Uniform
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.model import ModelConfig, adapted, find_parameter, validate_model
+from yuan_train.config.model import Constant, ModelConfig, Uniform, adapted, find_parameter, validate_model
 from yuan_train.models.attention import DocumentRanges, LayerCache
 from yuan_train.models.block import WHOLE, Block, Drop, HiddenLayout
 from yuan_train.models.dropout import DropoutSeed, LayerDropout

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from yuan_train.config.architecture import ADAPTERS
+from yuan_train.config.model import ADAPTERS
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.device import HostSlab
 from yuan_train.parallel.grid import Bucket

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from yuan_train.config.architecture import HALVES, half_of
 from yuan_train.config.devices import REAL, Simulated
+from yuan_train.config.model import HALVES, half_of
 from yuan_train.config.plan import (
     PipelinePlan,
     Plan,

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from yuan_train.config.architecture import WHOLE_ADAPTERS
+from yuan_train.config.model import WHOLE_ADAPTERS
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Tensor parallelism, applied to a model from outside: shards its parameters and wraps its modules.
 
-The model names a sharding style for each module (`config/architecture.py`). Every rank of a group holds the
+The model names a sharding style for each module (`config/model.py`). Every rank of a group holds the
 full activations between modules; f and g are Megatron's operators (`collectives.copy_to_tp`,
 `reduce_from_tp`):
 
@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from yuan_kernels import ops
 
-from yuan_train.config.architecture import WHOLE_ADAPTERS
+from yuan_train.config.model import WHOLE_ADAPTERS
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import unit_of
 from yuan_train.parallel.shard import Shard, find_shard, sharding_style

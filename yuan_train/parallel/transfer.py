@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yuan_train.config.architecture import ParameterSpec, half_of
-from yuan_train.config.model import ModelConfig, ends, layer_table
+from yuan_train.config.model import ModelConfig, ParameterSpec, ends, half_of, layer_table
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.shard import Shard, find_shard

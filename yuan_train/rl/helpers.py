@@ -26,9 +26,8 @@ from typing import IO, Any, Self
 
 from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.rl import EnvironmentConfig, RewardConfig, RLConfig
-from yuan_train.data.chat import Message, continue_chat
 from yuan_train.data.prompts import ids_of, prompt_of, text_of
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Message, Tokenizer, continue_chat
 from yuan_train.rl.experience import Ticket
 from yuan_train.rl.generator import Opened, Turn, TurnLimits, TurnReply
 from yuan_train.rl.job import RLJob

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from yuan_train.checkpoint.hf import PRECISIONS, published_weights, write_model
 from yuan_train.checkpoint.load import merged_adapters
-from yuan_train.config.architecture import ADAPTERS
 from yuan_train.config.errors import ConfigError, TrainingError
+from yuan_train.config.model import ADAPTERS
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.groups import guard_world_collective
 from yuan_train.parallel.shard import Shard

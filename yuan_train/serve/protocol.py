@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.chat import render_chat
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Tokenizer, render_chat
 from yuan_train.models.generate import Sampling
 from yuan_train.serve.ranks import MOST_ALTERNATIVES, Asked
 

@@ -8,8 +8,8 @@ import pytest
 from tests.planner.by_hand import entry, unit
 from tests.planner.evaluate.test_any_plan import EIGHT, ONE, PAIR, on_cards, plan_of
 from tests.planner.search.test_search import MODEL, problem
-from yuan_train.config.architecture import HALVES
 from yuan_train.config.cluster import Link
+from yuan_train.config.model import HALVES
 from yuan_train.config.profile import LinkProfile, Profile
 from yuan_train.parallel.grid import Grid
 from yuan_train.planner.costs.grad_reduce import bucket_costs, half_parts, place_plan

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from yuan_train.config.architecture import Normal, ParameterSpec, SublayerWork
 from yuan_train.config.errors import CheckpointError
-from yuan_train.config.model import EXPERT_FIELDS, ModelConfig, ModelSpec
+from yuan_train.config.model import EXPERT_FIELDS, ModelConfig, ModelSpec, Normal, ParameterSpec, SublayerWork
 from yuan_train.models import sizes
 from yuan_train.models.published import (
     DEFAULTS,

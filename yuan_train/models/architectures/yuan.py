@@ -25,9 +25,18 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from yuan_train.config.architecture import Kept, Normal, ParameterSpec, SublayerWork, Uniform
 from yuan_train.config.errors import CheckpointError, Violation
-from yuan_train.config.model import EXPERT_FIELDS, ModelConfig, ModelSpec, norm
+from yuan_train.config.model import (
+    EXPERT_FIELDS,
+    Kept,
+    ModelConfig,
+    ModelSpec,
+    Normal,
+    ParameterSpec,
+    SublayerWork,
+    Uniform,
+    norm,
+)
 from yuan_train.models import sizes
 from yuan_train.models.published import Publishing, TensorMapping, decoder_layout, described, refuse_bias
 

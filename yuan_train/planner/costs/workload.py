@@ -13,9 +13,17 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from yuan_train.config import architecture
 from yuan_train.config.devices import DeviceType, Precision
-from yuan_train.config.model import ModelConfig, layer_table
+from yuan_train.config.model import (
+    ADAPTERS,
+    HALVES,
+    Kept,
+    ModelConfig,
+    SublayerWork,
+    half_of,
+    is_whole_adapter,
+    layer_table,
+)
 from yuan_train.config.run import Recompute
 
 ELEMENT_BYTES: dict[Precision, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -176,7 +184,7 @@ def model_work(
         attention = _without_flash(attention, model)
     lookup, head = _embedding_work(model, rows), _head_work(model, rows, logit_rows)
 
-    def layer(*halves: architecture.SublayerWork) -> UnitWork:
+    def layer(*halves: SublayerWork) -> UnitWork:
         work = _layer_work(halves, model.hidden_size, rows)
         if model.lora is not None:
             work = _with_adapters(work, model, halves, rows)
@@ -209,10 +217,10 @@ def has_flash(device: DeviceType) -> bool:
     return device.capability is None or device.capability >= FLASH_CAPABILITY
 
 
-def _without_flash(attention: architecture.SublayerWork, model: ModelConfig) -> architecture.SublayerWork:
+def _without_flash(attention: SublayerWork, model: ModelConfig) -> SublayerWork:
     """Attention by the memory-efficient kernel: slower, with grouped keys and values copied per query."""
     copies = 2 * (model.num_attention_heads - model.key_value_heads) * model.head_dim
-    more = architecture.Kept(elements=copies)
+    more = Kept(elements=copies)
     return replace(
         attention,
         scores=FLASH_GAIN * attention.scores,
@@ -221,9 +229,7 @@ def _without_flash(attention: architecture.SublayerWork, model: ModelConfig) -> 
     )
 
 
-def _with_experts(
-    model: ModelConfig, experts: int, unit: Callable[[architecture.SublayerWork], UnitWork]
-) -> UnitWork:
+def _with_experts(model: ModelConfig, experts: int, unit: Callable[[SublayerWork], UnitWork]) -> UnitWork:
     """A unit on a card with so many of its experts; `unit` makes it of a feed-forward's work. It works on the
     rows that it expects, with room for the most that it can get: a token chooses different experts."""
     held, chosen = model.spec.held_experts, model.experts_per_token
@@ -267,7 +273,7 @@ def _share_of(unit: UnitWork, group: TensorGroup) -> UnitWork:
     )
 
 
-def _bytes(kept: architecture.Kept, precision: Precision) -> int:
+def _bytes(kept: Kept, precision: Precision) -> int:
     statistics = statistic_bytes(precision) * kept.statistics
     return ELEMENT_BYTES[precision] * kept.elements + statistics + INTEGER_BYTES * kept.integers
 
@@ -277,7 +283,7 @@ def statistic_bytes(precision: Precision) -> int:
     return 8 if precision == "fp64" else 4
 
 
-def _layer_work(halves: Sequence[architecture.SublayerWork], hidden: int, rows: TokenRows) -> UnitWork:
+def _layer_work(halves: Sequence[SublayerWork], hidden: int, rows: TokenRows) -> UnitWork:
     """A layer, or one half of it: forward, and backward with twice the FLOP."""
     tokens, precision, e = rows.tokens, rows.precision, ELEMENT_BYTES[rows.precision]
     flops = float(tokens * sum(half.forward_flops(rows.length) for half in halves))
@@ -313,7 +319,7 @@ def _layer_work(halves: Sequence[architecture.SublayerWork], hidden: int, rows: 
 
 
 def _with_adapters(
-    base: UnitWork, model: ModelConfig, halves: Sequence[architecture.SublayerWork], rows: TokenRows
+    base: UnitWork, model: ModelConfig, halves: Sequence[SublayerWork], rows: TokenRows
 ) -> UnitWork:
     """A layer, or one half of it, whose base is frozen, with its adapters.
 
@@ -323,16 +329,8 @@ def _with_adapters(
     """
     tokens, precision = rows.tokens, rows.precision
     e, gradients = ELEMENT_BYTES[precision], STATE_BYTES[precision].gradients
-    names = [
-        name
-        for name, half in zip(architecture.HALVES, model.spec.sublayers(model), strict=True)
-        if half in halves
-    ]
-    found = [
-        p
-        for p in layer_table(model)
-        if p.name.endswith(architecture.ADAPTERS) and architecture.half_of(p.name) in names
-    ]
+    names = [name for name, half in zip(HALVES, model.spec.sublayers(model), strict=True) if half in halves]
+    found = [p for p in layer_table(model) if p.name.endswith(ADAPTERS) and half_of(p.name) in names]
     trained = sum(p.size for p in found)
     assert model.lora is not None
     rank = model.lora.rank
@@ -340,9 +338,7 @@ def _with_adapters(
     products = 2.0 * tokens * sum(half.products for half in halves)
     weight_flops = 2.0 * tokens * trained
     backward = base.backward_flops - products + 2 * weight_flops
-    inputs, outputs = (
-        sum(p.size for p in found if p.name.endswith(kind)) // rank for kind in architecture.ADAPTERS
-    )
+    inputs, outputs = (sum(p.size for p in found if p.name.endswith(kind)) // rank for kind in ADAPTERS)
     # Forward: x is read, and y read and written again. Backward: dy is read twice, x once, and dx read and
     # written again.
     forward_traffic = 2.0 * kept + e * (trained + tokens * (inputs + 2 * outputs))
@@ -353,7 +349,7 @@ def _with_adapters(
         base,
         parameters=base.parameters + trained,
         trained=trained,
-        whole_adapters=sum(p.size for p in found if architecture.is_whole_adapter(p)),
+        whole_adapters=sum(p.size for p in found if is_whole_adapter(p)),
         weight_share=weight_flops / backward,
         forward_flops=base.forward_flops + weight_flops,
         backward_flops=backward,

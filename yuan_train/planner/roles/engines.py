@@ -27,10 +27,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from yuan_train.config.architecture import is_whole_adapter
 from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Precision, usable_bytes
-from yuan_train.config.model import ModelConfig, is_trained, layer_table
+from yuan_train.config.model import ModelConfig, is_trained, is_whole_adapter, layer_table
 from yuan_train.config.plan import StagePlan
 from yuan_train.config.profile import GenerationProfile, Profile
 from yuan_train.planner.costs.links import Topology, allreduce_seconds, find_route, message_seconds
