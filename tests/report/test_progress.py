@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from yuan_train.report import progress
-from yuan_train.report.progress import working
+from yuan_train.cli import main
+from yuan_train.cli.main import working
 
 
 class Terminal(io.StringIO):
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_is_drawn_over_itself_and_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PERIOD", 0.005)
+    monkeypatch.setattr(main, "PERIOD", 0.005)
     terminal = Terminal()
     with working("measuring", 4, terminal) as bar:
         bar.step("micro-batches of 2")
@@ -31,7 +31,7 @@ def test_a_bar_is_drawn_over_itself_and_gone_at_the_end(monkeypatch: pytest.Monk
 
 
 def test_seconds_are_counted_where_the_end_is_not_known() -> None:
-    assert progress.Bar("planning", None, io.StringIO()).line() == "planning ... 0 s"
+    assert main.Bar("planning", None, io.StringIO()).line() == "planning ... 0 s"
 
 
 def test_nothing_is_written_to_what_is_no_terminal() -> None:

@@ -99,11 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster)
     profile = read_profiles(arguments.profile, cluster)
 
+    from yuan_train.cli.main import working
     from yuan_train.planner.report import terminal as words
     from yuan_train.planner.report.page import plan_html, plan_picture
     from yuan_train.planner.report.terminal import plan_json
     from yuan_train.planner.search.what_if import explain_plan
-    from yuan_train.report.progress import working
 
     problem = problem_of(run_config, cluster, profile)
     search, size = run_config.feasible_search, run_config.train.micro_batch_size

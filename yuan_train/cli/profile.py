@@ -532,9 +532,9 @@ def _measure_cases(
     """The entry of each case that this rank takes part in, and with the first of a width its generation."""
     import torch.distributed as dist
 
+    from yuan_train.cli.main import working
     from yuan_train.profile.generation import measure_generation
     from yuan_train.profile.units import MeasuredCase, make_entry, measure_case, num_passes, of_pass
-    from yuan_train.report.progress import working
 
     cases, passes = list(_cases(bench, base)), num_passes(base)
     measured: list[list[MeasuredCase]] = [[] for _ in cases]
