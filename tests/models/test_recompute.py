@@ -34,7 +34,8 @@ def kept_by(part: Transformer, dtype: torch.dtype = torch.float32) -> int:
 
 def sharded(model: ModelConfig, spec: ShardSpec, recompute: str) -> Transformer:
     """Such a part with the weights of one rank."""
-    part = Transformer(model, embedding=False, head=False, recompute=recompute, device="meta")
+    with torch.device("meta"):
+        part = Transformer(model, embedding=False, head=False, recompute=recompute)
     shard_parameters(part, spec, device=torch.device("cpu"))
     for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

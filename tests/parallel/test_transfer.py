@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ from yuan_train.parallel.transfer import (
     unpack,
     view_of,
 )
+from yuan_train.train.build import build_part
 
 NUM_PAIRS = 64
 NUM_LAYERS = 3
@@ -193,8 +194,7 @@ def built(model: ModelConfig, plan: Plan, stage: StagePlan, index: int) -> Mappi
     """The shards of a rank as `parallelize` makes them, of modules on the meta device."""
     from yuan_train.parallel.apply import _experts_of  # pyright: ignore[reportPrivateUsage]
 
-    make = partial(Transformer, model, device="meta")
-    module = make(layers=stage.layers, embedding=stage.embedding, head=stage.head)
+    module = build_part(model, torch.float32, stage)
     spec = ShardSpec(*sharding_of(model), index, len(stage.replicas[0]))
     experts = _experts_of(plan, stage, index)
     shards = shard_parameters(module, replace(spec, experts=experts), device=torch.device("meta"))

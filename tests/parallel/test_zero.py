@@ -13,29 +13,20 @@ import torch
 from tests.parallel.test_grid import run_of
 from tests.support.project import parse_plan
 from yuan_train.config.model import sharding_of
-from yuan_train.config.plan import Plan, StagePlan
+from yuan_train.config.plan import Plan
 from yuan_train.config.run import RunConfig
-from yuan_train.models.transformer import Transformer, initial_rows
+from yuan_train.models.transformer import initial_rows
 from yuan_train.parallel.apply import ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.gradients import Piece, Slice
 from yuan_train.parallel.optimizer_state import owner_ranges
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.zero import EngineOptions, OwnedState
+from yuan_train.train.build import build_part
 
 
 def runtimes_of(plan: Plan) -> list[RankRuntime]:
-    def build(stage: StagePlan) -> Transformer:
-        return Transformer(
-            plan.model,
-            layers=stage.layers,
-            embedding=stage.embedding,
-            head=stage.head,
-            recompute=stage.recompute,
-            device="meta",
-            dtype=torch.float64,
-        )
-
+    build = partial(build_part, plan.model, torch.float64)
     parts = ModelParts(build, partial(initial_rows, plan.model, seed=1), *sharding_of(plan.model))
     options = EngineOptions(torch.float64)
     return [parallelize(plan, rank, parts, device=CPU, options=options) for rank in range(plan.world_size)]

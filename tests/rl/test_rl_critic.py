@@ -57,7 +57,8 @@ def saved_in(folder: Path) -> str:
 def tensors_of(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint by the rest of their names."""
     checkpoint = find_checkpoint(folder)
-    reader = Transformer(checkpoint.model, device="meta")
+    with torch.device("meta"):
+        reader = Transformer(checkpoint.model)
     shapes = {name: p.shape for name, p in reader.named_parameters()} | {
         "score.weight": torch.Size([checkpoint.model.hidden_size])
     }
@@ -87,9 +88,7 @@ def test_definitions_and_resumption(project: Path, tmp_path: Path, monkeypatch: 
     groups, values_N, advantages_N, returns_N = seen[1]
 
     policy = load_rl(project).model
-    model = Transformer(
-        type(policy)(**{**vars(policy), "output": "value"}), device="cpu", dtype=torch.float64
-    ).eval()
+    model = Transformer(type(policy)(**{**vars(policy), "output": "value"}), dtype=torch.float64).eval()
     model.load_state_dict(tensors_of(whole / "c" / "step-00000001", "critic.weights."))
     values: list[float] = []
     raw: list[float] = []

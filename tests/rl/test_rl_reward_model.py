@@ -64,7 +64,7 @@ def test_the_planner_counts_what_a_reward_model_holds(monkeypatch: pytest.Monkey
         ),
         "fp32",
     )
-    scorer = Transformer(model, device="cpu", dtype=torch.float32).eval()
+    scorer = Transformer(model, dtype=torch.float32).eval()
     assert sum(p.nbytes for p in scorer.parameters()) == counted["weights"]
     tokens = torch.zeros(1, 256, dtype=torch.int64)
     with torch.no_grad():

@@ -76,7 +76,7 @@ def check_stored_bias(checkpoints: Path, folder: Path) -> None:
 
 def test_a_bias_changes_the_choice_alone() -> None:
     config = tiny_model("mixtral", balance="bias", balance_rate=0.1)
-    router = Router(config, device=torch.device("cpu"), dtype=torch.float64)
+    router = Router(config, dtype=torch.float64)
     torch.nn.init.normal_(router.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     assert router.bias is not None
     router.bias[3] = 5.0
@@ -90,7 +90,7 @@ def test_a_bias_changes_the_choice_alone() -> None:
 def test_the_loss_of_a_sequence(sums_to_one: bool) -> None:
     """The gradient of the formula written out, for three sequences of a micro-batch or one by one."""
     config = tiny_model("mixtral", balance="sequence", balance_rate=0.1, norm_topk_prob=sums_to_one)
-    router = Router(config, device=torch.device("cpu"), dtype=torch.float64)
+    router = Router(config, dtype=torch.float64)
     torch.nn.init.normal_(router.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     u_BSH = torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 

@@ -48,9 +48,9 @@ PAPER_SHAPE = bench_model(6, 768, vocab_size=135_040, attention="plain")
 class OneConvolution(nn.Module):
     """f = u + convolution of `taps` causal taps, dense over the channels, with bias."""
 
-    def __init__(self, hidden: int, taps: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, hidden: int, taps: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(hidden, hidden, taps, device=device)
+        self.conv = nn.Conv1d(hidden, hidden, taps)
 
     def forward(self, u_BSH: Tensor, document_start: Tensor | None = None, *_: object) -> Tensor:
         padded = F.pad(u_BSH.transpose(1, 2), (self.conv.kernel_size[0] - 1, 0))
@@ -60,10 +60,10 @@ class OneConvolution(nn.Module):
 class TwoConvolutions(nn.Module):
     """f = u + conv2(conv1(u)), two taps each, H to H/2 to H; inputs before the first token are zero."""
 
-    def __init__(self, hidden: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv1d(hidden, hidden // 2, 2, device=device)
-        self.conv2 = nn.Conv1d(hidden // 2, hidden, 2, device=device)
+        self.conv1 = nn.Conv1d(hidden, hidden // 2, 2)
+        self.conv2 = nn.Conv1d(hidden // 2, hidden, 2)
 
     def forward(self, u_BSH: Tensor, document_start: Tensor | None = None, *_: object) -> Tensor:
         c = self.conv1(F.pad(u_BSH.transpose(1, 2), (1, 0)))
@@ -77,16 +77,16 @@ class MovingAverage(nn.Module):
     with alpha and delta in (0, 1): 65 H parameters. Computed as one long convolution (MEGA, section 3.3).
     """
 
-    def __init__(self, hidden: int, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         shape = (hidden, EMA_DIMS)
-        self.alpha = nn.Parameter(torch.empty(shape, device=device).normal_(0, 0.2))
-        self.delta = nn.Parameter(torch.empty(shape, device=device).normal_(0, 0.2))
-        self.beta = nn.Parameter(torch.empty(shape, device=device).normal_(0, 0.02))
-        self.eta = nn.Parameter(torch.empty(shape, device=device).normal_(0, 1.0))
-        self.omega = nn.Parameter(torch.ones(hidden, device=device))
+        self.alpha = nn.Parameter(torch.empty(shape).normal_(0, 0.2))
+        self.delta = nn.Parameter(torch.empty(shape).normal_(0, 0.2))
+        self.beta = nn.Parameter(torch.empty(shape).normal_(0, 0.02))
+        self.eta = nn.Parameter(torch.empty(shape).normal_(0, 1.0))
+        self.omega = nn.Parameter(torch.ones(hidden))
         with torch.no_grad():
-            signs = torch.ones(EMA_DIMS, device=device)
+            signs = torch.ones(EMA_DIMS)
             signs[1::2] = -1
             self.beta += signs
 
@@ -104,33 +104,36 @@ class MovingAverage(nn.Module):
         return F.silu(averaged + self.omega * u_BSH)
 
 
-def build(form: str, shape: ModelConfig, *, seed: int, device: str = "cpu") -> Transformer:
-    """Return the model with one form of attention; equal seeds give equal weights where forms share them."""
+def build(form: str, shape: ModelConfig, *, seed: int | None) -> Transformer:
+    """Return the model with one form of attention; equal seeds give equal weights where forms share them.
+    None: nothing is drawn."""
     kind = "localized_filter" if form == "lfa" else "plain"
-    model = Transformer(replace(shape, attention=kind), device=device)
-    if device != "meta":
+    model = Transformer(replace(shape, attention=kind))
+    if seed is not None:
         init_weights(model, seed=seed)
         torch.manual_seed(seed)
     for block in model.blocks.values():
-        filter_ = _filter(form, shape.hidden_size, device)
+        filter_ = _filter(form, shape.hidden_size)
         if filter_ is not None:
             block.filter = cast(Any, filter_)
     return model
 
 
-def _filter(form: str, hidden: int, device: str) -> nn.Module | None:
+def _filter(form: str, hidden: int) -> nn.Module | None:
     if form.startswith("conv"):
-        return OneConvolution(hidden, int(form.removeprefix("conv")), device=device)
+        return OneConvolution(hidden, int(form.removeprefix("conv")))
     if form == "two":
-        return TwoConvolutions(hidden, device=device)
+        return TwoConvolutions(hidden)
     if form == "ema":
-        return MovingAverage(hidden, device=device)
+        return MovingAverage(hidden)
     return None
 
 
 def count_parameters(form: str, shape: ModelConfig) -> int:
     """Return the number of parameters of the model with this form, without allocating them."""
-    return sum(parameter.numel() for parameter in build(form, shape, seed=0, device="meta").parameters())
+    with torch.device("meta"):
+        model = build(form, shape, seed=None)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # --- training --------------------------------------------------------------------------------------------

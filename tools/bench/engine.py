@@ -65,7 +65,8 @@ def make_parts(model: ModelConfig, *, compile: bool = False, **keys: Any) -> Mod
 
     def build(stage: StagePlan) -> Transformer:
         own = {"layers": stage.layers, "embedding": stage.embedding, "head": stage.head}
-        return Transformer(model, device="meta", **own, **keys)
+        with torch.device("meta"):
+            return Transformer(model, **own, **keys)
 
     return ModelParts(
         build=build,

@@ -80,7 +80,8 @@ class AttentionLayer(core.MegatronModule):
         device, dtype = _place(config)
         self._batches = batches
         group = pg_collection.tp
-        whole = Block(model, device=torch.device("meta"), dtype=dtype)
+        with torch.device("meta"):
+            whole = Block(model, dtype=dtype)
         self.attention = whole.attention
         for name, child in list(self.attention.named_children()):
             if isinstance(child, Linear):
@@ -105,7 +106,8 @@ class ExpertLayer(core.MegatronModule):
     def __init__(self, config: Any, *, model: ModelConfig) -> None:
         super().__init__(config=config)
         device, dtype = _place(config)
-        whole = Block(model, device=torch.device("meta"), dtype=dtype)
+        with torch.device("meta"):
+            whole = Block(model, dtype=dtype)
         self.router = whole.router.to_empty(device=device)
         self.experts = whole.experts.to_empty(device=device)
 

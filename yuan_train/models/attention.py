@@ -210,12 +210,12 @@ class InterleavedAttention(SelfAttention):
     the key rows [(2j+1)D, (2j+2)D), so that contiguous rows hold whole heads.
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__(config)
         hidden, projection = config.hidden_size, config.projection_size
-        self.value = Linear(hidden, projection, device=device, dtype=dtype)
-        self.query_key = Linear(hidden, 2 * projection, device=device, dtype=dtype)
-        self.out = Linear(projection, hidden, device=device, dtype=dtype)
+        self.value = Linear(hidden, projection, dtype=dtype)
+        self.query_key = Linear(hidden, 2 * projection, dtype=dtype)
+        self.out = Linear(projection, hidden, dtype=dtype)
 
     def project(
         self, u_BSH: Tensor, filtered_BSH: Tensor, rotary: RotaryTables
@@ -230,21 +230,21 @@ class GroupedAttention(SelfAttention):
     """Llama's and Qwen's: N query heads read M key-value heads, N/M of them each one (Ainslie et al. 2023);
     biases and head norms if the model asks for them."""
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__(config)
         hidden, epsilon = config.hidden_size, config.norm_epsilon
 
         def projection(size: int) -> Linear:
-            return Linear(hidden, size, bias=config.qkv_bias, device=device, dtype=dtype)
+            return Linear(hidden, size, bias=config.qkv_bias, dtype=dtype)
 
         self.query = projection(config.projection_size)
         self.key = projection(config.key_value_size)
         self.value = projection(config.key_value_size)
         if config.query_key_norm:
-            self.query_norm = RMSNorm(config.head_dim, epsilon, device=device, dtype=dtype)
-            self.key_norm = RMSNorm(config.head_dim, epsilon, device=device, dtype=dtype)
+            self.query_norm = RMSNorm(config.head_dim, epsilon, dtype=dtype)
+            self.key_norm = RMSNorm(config.head_dim, epsilon, dtype=dtype)
         self.has_norms = config.query_key_norm
-        self.out = Linear(config.projection_size, hidden, device=device, dtype=dtype)
+        self.out = Linear(config.projection_size, hidden, dtype=dtype)
 
     def project(
         self, u_BSH: Tensor, filtered_BSH: Tensor, rotary: RotaryTables
@@ -256,7 +256,7 @@ class GroupedAttention(SelfAttention):
         return *rotary.rotate_both(query_BSND, key_BSMD), self.split_heads(self.value(u_BSH))
 
 
-def build_attention(config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> SelfAttention:
+def build_attention(config: ModelConfig, *, dtype: torch.dtype) -> SelfAttention:
     """The attention of a layer, its parameters uninitialised."""
     kinds = {"interleaved": InterleavedAttention, "grouped": GroupedAttention}
-    return kinds[config.spec.projections](config, device=device, dtype=dtype)
+    return kinds[config.spec.projections](config, dtype=dtype)

@@ -64,20 +64,20 @@ class Block(nn.Module):
 
     layout: HiddenLayout = WHOLE
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, epsilon = config.hidden_size, config.norm_epsilon
-        self.attention_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
+        self.attention_norm = RMSNorm(hidden, epsilon, dtype=dtype)
         has_filter = config.attention == "localized_filter"
-        self.filter = LocalizedFilter(config, device=device, dtype=dtype) if has_filter else None
-        self.attention = build_attention(config, device=device, dtype=dtype)
-        self.feed_forward_norm = RMSNorm(hidden, epsilon, device=device, dtype=dtype)
+        self.filter = LocalizedFilter(config, dtype=dtype) if has_filter else None
+        self.attention = build_attention(config, dtype=dtype)
+        self.feed_forward_norm = RMSNorm(hidden, epsilon, dtype=dtype)
         if config.num_experts:
-            self.router = Router(config, device=device, dtype=dtype)
-            self.experts = Experts(config, device=device, dtype=dtype)
+            self.router = Router(config, dtype=dtype)
+            self.experts = Experts(config, dtype=dtype)
         else:
             sizes = hidden, config.ffn_hidden_size
-            self.feed_forward = FeedForward(*sizes, device=device, dtype=dtype)
+            self.feed_forward = FeedForward(*sizes, dtype=dtype)
         self.has_experts = config.num_experts > 0
         self.half: Half | None = None
         """The half that this part of the model holds; None: both."""

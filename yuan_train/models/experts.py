@@ -64,18 +64,18 @@ class Router(nn.Module):
     last: Tensor | None = None
     """Of a forward without a gradient, the experts that it has chosen; int64 [T, K]."""
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.kind: RouterKind = config.router or "attention"
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
         self.sums_to_one = config.norm_topk_prob
         shape = (sizes.router_rows(config), config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.op = ops.wide_linear
         self._load = [0] * config.num_experts
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         biased = config.balance == "bias"
-        zeros = torch.zeros(config.num_experts, device=device, dtype=wide) if biased else None
+        zeros = torch.zeros(config.num_experts, dtype=wide) if biased else None
         self.register_buffer("bias", zeros)
         self._loss_rate = config.balance_rate if config.balance == "sequence" else 0.0
 
@@ -160,11 +160,9 @@ class _SequenceBalance(torch.autograd.Function):
 class ExpertLinear(nn.Module):
     """One matrix [out, in] for each expert; `weight` is [experts, out, in]. Training replaces `op`."""
 
-    def __init__(
-        self, experts: int, in_size: int, out_size: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, experts: int, in_size: int, out_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, out_size, in_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(experts, out_size, in_size, dtype=dtype))
         self.op = ops.grouped_linear
 
     def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -179,13 +177,13 @@ class Experts(nn.Module):
     and of the weights: with K = 2 to the bit, for a token's slots of other cards are exact zeros.
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         count, hidden, width = config.num_experts, config.hidden_size, config.expert_width
         self.first_expert = 0
         """Set where the ranks of a group share the experts."""
-        self.up = ExpertLinear(count, hidden, 2 * width, device=device, dtype=dtype)
-        self.down = ExpertLinear(count, width, hidden, device=device, dtype=dtype)
+        self.up = ExpertLinear(count, hidden, 2 * width, dtype=dtype)
+        self.down = ExpertLinear(count, width, hidden, dtype=dtype)
 
     def forward(
         self, u_TH: Tensor, choice: Choice, weights_TK: Tensor, policy: RecomputePolicy = SAVE_ALL

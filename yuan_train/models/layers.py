@@ -23,12 +23,10 @@ from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
 class Linear(nn.Module):
     """x weight^T + bias; weight is [out, in], bias [out] or none. For adapters see `add_adapters`."""
 
-    def __init__(
-        self, in_size: int, out_size: int, *, bias: bool = False, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, in_size: int, out_size: int, *, bias: bool = False, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_size, device=device, dtype=dtype)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype)) if bias else None
         self.lora_a: nn.Parameter | None = None
         self.lora_b: nn.Parameter | None = None
         self.lora_scale = 0.0
@@ -51,9 +49,9 @@ class Linear(nn.Module):
 class Score(nn.Module):
     """One number a token: the product with weight [H]."""
 
-    def __init__(self, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [...] of x [..., H], in fp32 (fp64 for fp64)."""
@@ -65,11 +63,9 @@ class Embedding(nn.Module):
     """Token embedding: the rows of weight [V, H]. Training replaces `op`, to add the rows of the gradient to
     its own buffer."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype))
         self.op = F.embedding
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -80,10 +76,10 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dim, statistics in fp32 (fp64 for fp64)."""
 
-    def __init__(self, hidden_size: int, epsilon: float, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., H] in x's dtype."""
@@ -97,12 +93,10 @@ class RMSNorm(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU feed-forward: down(silu(z0) * z1), where (z0, z1) = up(x)."""
 
-    def __init__(
-        self, hidden_size: int, ffn_hidden_size: int, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.up = Linear(hidden_size, 2 * ffn_hidden_size, device=device, dtype=dtype)
-        self.down = Linear(ffn_hidden_size, hidden_size, device=device, dtype=dtype)
+        self.up = Linear(hidden_size, 2 * ffn_hidden_size, dtype=dtype)
+        self.down = Linear(ffn_hidden_size, hidden_size, dtype=dtype)
 
     def forward(self, x: Tensor, policy: RecomputePolicy = SAVE_ALL) -> Tensor:
         """Return [B, S, H] of x [B, S, H]."""
@@ -113,10 +107,10 @@ class FeedForward(nn.Module):
 class TwoTapConvolution(nn.Module):
     """Weight [out, in, 2] (last index 0: the older token) and bias [out] of one causal convolution."""
 
-    def __init__(self, in_size: int, out_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, in_size: int, out_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size, 2, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(out_size, in_size, 2, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_size, dtype=dtype))
 
 
 class LocalizedFilter(nn.Module):
@@ -127,12 +121,12 @@ class LocalizedFilter(nn.Module):
     weights' gradients to its own buffers.
     """
 
-    def __init__(self, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, channels = config.hidden_size, config.hidden_size // 2
-        self.conv1 = TwoTapConvolution(hidden, channels, device=device, dtype=dtype)
-        self.conv2 = TwoTapConvolution(channels, hidden, device=device, dtype=dtype)
-        self.norm = RMSNorm(hidden, config.norm_epsilon, device=device, dtype=dtype)
+        self.conv1 = TwoTapConvolution(hidden, channels, dtype=dtype)
+        self.conv2 = TwoTapConvolution(channels, hidden, dtype=dtype)
+        self.norm = RMSNorm(hidden, config.norm_epsilon, dtype=dtype)
         self.op = ops.localized_filter
         self.reduce: Callable[[Tensor, Tensor], Tensor] | None = None
 

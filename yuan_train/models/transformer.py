@@ -81,9 +81,9 @@ def _check_part(config: ModelConfig, first: float, last: float, recompute: str) 
 class Transformer(nn.Module):
     """The model, or a part of it: embedding, layers [first, last), head (final norm, output matrix or score).
 
-    Parameters are empty until `init_weights` or a checkpoint fills them. With tied embeddings the output
-    matrix is `embedding.weight`: one parameter if the part has embedding and head, a copy if it has only the
-    head.
+    Parameters are empty until `init_weights` or a checkpoint fills them; `with torch.device("meta"):` builds
+    a part that takes no memory. With tied embeddings the output matrix is `embedding.weight`: one parameter
+    if the part has embedding and head, a copy if it has only the head.
     """
 
     layout: HiddenLayout = WHOLE
@@ -98,7 +98,6 @@ class Transformer(nn.Module):
         head: bool = True,
         recompute: Literal["none", "selective", "full"] | str = "none",
         recompute_layers: int | None = None,
-        device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Build the model, or a part of it.
@@ -113,7 +112,6 @@ class Transformer(nn.Module):
                 `full` to save only each layer's input and recompute the layer.
             recompute_layers: `recompute` applies to this many of the part's layers, the first ones, half a
                 layer counting as one; None for all.
-            device: device of the parameters; None for the CPU.
             dtype: of all parameters, and of the hidden state between the layers.
 
         Raises:
@@ -130,10 +128,9 @@ class Transformer(nn.Module):
         self.recompute_layers = len(numbers) if recompute_layers is None else recompute_layers
         self.vocabulary_part: VocabularyPart | None = None
         """Set by tensor parallelism where each rank has a part of the output matrix."""
-        device = torch.device("cpu" if device is None else device)
         if embedding or (head and config.tie_embeddings):
-            self.embedding = Embedding(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        blocks = {str(i): Block(config, device=device, dtype=dtype) for i in numbers}
+            self.embedding = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        blocks = {str(i): Block(config, dtype=dtype) for i in numbers}
         # Not a ModuleList: its keys would count from 0 in every part.
         self.layers = nn.ModuleDict(blocks)
         for i, block in self.blocks.items():
@@ -143,11 +140,11 @@ class Transformer(nn.Module):
             elif i + 1 > last:
                 block.keep_half("attention")
         if head:
-            self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon, device=device, dtype=dtype)
+            self.final_norm = RMSNorm(config.hidden_size, config.norm_epsilon, dtype=dtype)
         if head and config.output == "value":
-            self.score = Score(config.hidden_size, device=device, dtype=dtype)
+            self.score = Score(config.hidden_size, dtype=dtype)
         elif head and not config.tie_embeddings:
-            self.head = Linear(config.hidden_size, config.vocab_size, device=device, dtype=dtype)
+            self.head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
 
     @property
     def output_weight(self) -> nn.Parameter:

@@ -119,7 +119,8 @@ def _make_depth(case: ProfileCase, layers: int) -> RankRuntime:
     sharding, row_blocks = sharding_of(model)
     spec = ShardSpec(sharding, row_blocks, case.position, case.width)
     choose_ops(model, case.device.torch, case.dtype)
-    part = Transformer(model, layers=(0, layers), embedding=True, head=True, device="meta", dtype=case.dtype)
+    with torch.device("meta"):
+        part = Transformer(model, dtype=case.dtype)
     shards = shard_parameters(part, spec, device=case.device.torch)
     for name, parameter in part.named_parameters():
         init_shard(name, parameter, shards[name], partial(initial_rows, model, seed=0))

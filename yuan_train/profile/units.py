@@ -229,15 +229,9 @@ class _Unit:
         choose_ops(case.model, case.device.torch, case.dtype)
         sharding, row_blocks = sharding_of(case.model)
         spec = ShardSpec(sharding, row_blocks, case.position, case.width, (0, 0) if bare else None)
-        self.part = Transformer(
-            case.model,
-            layers=(0, layers),
-            embedding=ends.get("embedding", False),
-            head=ends.get("head", False),
-            recompute=case.recompute,
-            device="meta",
-            dtype=case.dtype,
-        )
+        bounds = {"layers": (0, layers), "embedding": False, "head": False, **ends}
+        with torch.device("meta"):
+            self.part = Transformer(case.model, **bounds, recompute=case.recompute, dtype=case.dtype)
         shards = shard_parameters(self.part, spec, device=case.device.torch)
         for name, parameter in self.part.named_parameters():
             init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))

@@ -379,7 +379,7 @@ class ReadingModel:
         self._packed = run.train.pack
         self._temperature = run.generation.temperature
         choose_ops(checkpoint.model, trainer.device.torch, DTYPES[run.train.precision])
-        self._model = Transformer(checkpoint.model, device="cpu", dtype=DTYPES[run.train.precision]).eval()
+        self._model = Transformer(checkpoint.model, dtype=DTYPES[run.train.precision]).eval()
         with agreeing():
             load_weights(checkpoint, self._model)
 

@@ -219,16 +219,16 @@ def publish(trainer: Trainer) -> None:
 
 def build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Transformer:
     """One stage's part of the model, on the meta device."""
-    return Transformer(
-        model,
-        layers=stage.layers,
-        embedding=stage.embedding,
-        head=stage.head,
-        recompute=stage.recompute,
-        recompute_layers=stage.recompute_layers,
-        device="meta",
-        dtype=dtype,
-    )
+    with torch.device("meta"):
+        return Transformer(
+            model,
+            layers=stage.layers,
+            embedding=stage.embedding,
+            head=stage.head,
+            recompute=stage.recompute,
+            recompute_layers=stage.recompute_layers,
+            dtype=dtype,
+        )
 
 
 def _compile(part: torch.nn.Module) -> None:
