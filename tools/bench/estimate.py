@@ -21,7 +21,7 @@ from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import Recompute
-from yuan_train.estimate.memory import GroupShape, PhaseBytes, yuan_memory
+from yuan_train.estimate.memory import GroupShape, MemoryCase, PhaseBytes, yuan_memory
 from yuan_train.models.generate import draw, draw_keys, fork, new_slots, step_slots
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.device import Device, held_bytes, peak_memory_bytes, reset_peak_memory
@@ -58,7 +58,10 @@ class Job:
     @property
     def forecast(self) -> PhaseBytes:
         """The estimate, nothing reserved."""
-        return yuan_memory(self.model, self.samples, CPU, precision=self.precision, recompute=self.recompute)
+        case = MemoryCase(
+            model=self.model, method="full", samples=self.samples, card="CPU", recompute=self.recompute
+        )
+        return yuan_memory(case, self.model, CPU, self.precision)
 
 
 SHORT = GroupShape(group=1, prompt=64, new=192)

@@ -27,7 +27,7 @@ from yuan_train.planner.costs.grad_reduce import cards_of
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs, card_costs, make_costs, value_model
 from yuan_train.planner.costs.workload import TokenRows
-from yuan_train.planner.evaluate.memory import scoring_bytes, stage_memory
+from yuan_train.planner.evaluate.memory import Ends, StateShares, scoring_bytes, stage_memory
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.roles.engines import PREFILL_CHUNK, Decoder, DecodeStage, Writing, num_groups
@@ -195,20 +195,10 @@ def _training(shape: ModelShape, method: Method, tokens: int, logits: int) -> di
 # policy; a reward model is on the card while it scores, and on the host else.
 
 
-def yuan_memory(
-    model: ModelConfig,
-    samples: GroupShape,
-    device: DeviceType,
-    *,
-    precision: Precision,
-    recompute: Recompute = "none",
-    optimizer_offload: float = 0.0,
-    critic: bool = False,
-    reward_model: ModelConfig | None = None,
-) -> PhaseBytes:
-    """Bytes on a card of this type; `optimizer_offload` is the share of the optimizer state that is kept on
-    the host, `critic` adds PPO's, `reward_model` is on the card while it scores. The card must have a peak in
-    `precision`."""
+def yuan_memory(case: MemoryCase, model: ModelConfig, device: DeviceType, precision: Precision) -> PhaseBytes:
+    """Bytes on a card of this type, which must have a peak in `precision`, of a case of our engine with its
+    model."""
+    samples = case.samples
 
     def costs_of(model: ModelConfig, recompute: Recompute) -> CardCosts:
         return card_costs(
@@ -223,16 +213,14 @@ def yuan_memory(
     def memory_of(model: ModelConfig, costs: CardCosts) -> MemoryForecast:
         return stage_memory(
             costs.units,
-            has_embedding=True,
-            has_head=True,
-            head_holds_embedding=model.tie_embeddings,
+            Ends(embedding=True, head=True, head_holds_embedding=model.tie_embeddings),
             in_flight=1,
             boundary_bytes=costs.boundary_bytes,
             reserved_bytes=float(device.reserved),
-            optimizer_share=1.0 - optimizer_offload,
+            shares=StateShares(optimizer=1.0 - case.optimizer_offload),
         )
 
-    memory = memory_of(model, costs_of(model, recompute))
+    memory = memory_of(model, costs_of(model, case.recompute))
     states = {
         "weights": memory.parameters,
         "reference": 0.0,
@@ -240,13 +228,13 @@ def yuan_memory(
         "optimizer": memory.optimizer,
     }
     phases = {"training": _of_backward(memory), "generation": _generation(model, samples, precision)}
-    if critic:
+    if case.critic:
         values = value_model(model)
-        own = memory_of(values, costs_of(values, recompute))
+        own = memory_of(values, costs_of(values, case.recompute))
         states["critic"] = own.parameters + own.gradients + own.optimizer
         phases["critic"] = _of_backward(own)
-    if reward_model is not None:
-        scoring = scoring_bytes(reward_model, costs_of(reward_model, "none"), precision)
+    if case.reward_model is not None:
+        scoring = scoring_bytes(case.reward_model, costs_of(case.reward_model, "none"), precision)
         phases["scoring"] = {"reward model": scoring["weights"], "layer": scoring["activations"]}
     return PhaseBytes(states=states, phases=phases, reserved=memory.reserved)
 
@@ -329,17 +317,9 @@ def memory_of(case: MemoryCase) -> PhaseBytes:
     """The bytes of a case, by phase and category."""
     if isinstance(case.model, ModelShape):
         return trl_memory(case.model, case.method, case.samples)
-    return yuan_memory(
-        case.model if case.method == "full" else with_adapters(case.model),
-        case.samples,
-        case.device,
-        # The same bytes; cards from before bf16 train in fp16.
-        precision="bf16" if case.device.bf16 else "fp16",
-        recompute=case.recompute,
-        optimizer_offload=case.optimizer_offload,
-        critic=case.critic,
-        reward_model=case.reward_model,
-    )
+    model = case.model if case.method == "full" else with_adapters(case.model)
+    # The same bytes; cards from before bf16 train in fp16.
+    return yuan_memory(case, model, case.device, "bf16" if case.device.bf16 else "fp16")
 
 
 def with_adapters(model: ModelConfig) -> ModelConfig:

@@ -118,13 +118,21 @@ class StateShares:
     """Shares of a stage's states: of the optimizer's what a card holds, of its gradients what it holds twice,
     because the reduced ones lie in a buffer of their own. They differ for experts that cards share."""
 
-    optimizer: float
-    packed: float
-    expert_optimizer: float
-    expert_packed: float
+    optimizer: float = 1.0
+    packed: float = 0.0
+    expert_optimizer: float = 1.0
+    expert_packed: float = 0.0
     critic_packed: float = 0.0
     """Of a critic's gradients: it is reduced when the model is not, so that what both pack is not there at
     the same time."""
+
+    def blended(self, experts: float, *, offload: float) -> StateShares:
+        """Those of all parameters together, of which such a part are experts'; some state leaves the card."""
+        optimizer = self.optimizer + experts * (self.expert_optimizer - self.optimizer)
+        packed = self.packed + experts * (self.expert_packed - self.packed)
+        return StateShares(
+            optimizer=optimizer * (1.0 - offload), packed=packed, critic_packed=self.critic_packed
+        )
 
 
 def state_shares(costs: Costs, placed: PlacedPlan) -> dict[tuple[int, int], StateShares]:

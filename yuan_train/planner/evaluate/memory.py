@@ -50,48 +50,50 @@ from yuan_train.schedule.step import RankProgram
 # --- the card ---------------------------------------------------------------------------------------------
 
 
+class Ends(NamedTuple):
+    """What a stage has of the model's ends."""
+
+    embedding: bool
+    head: bool
+    head_holds_embedding: bool
+    """Whether the embedding matrix is the head's: in this stage, or in another one of the card."""
+
+
 def stage_memory(
     units: Sequence[UnitCost],
+    ends: Ends,
     *,
-    has_embedding: bool,
-    has_head: bool,
-    head_holds_embedding: bool,
     in_flight: int,
     boundary_bytes: float,
     reserved_bytes: float,
-    optimizer_share: float = 1.0,
-    packed_share: float = 0.0,
-    critic_packed_share: float = 0.0,
+    shares: StateShares,
 ) -> MemoryForecast:
     """Peak bytes of a stage that holds `units` in the model's order, embedding and head where it has them.
 
     `boundary_bytes` is one hidden state at the end of a stage; it is kept for each micro-batch in flight,
     and each edge has MESSAGES_PER_EDGE messages on the way (what a stage received is among its first unit's
-    activations). With `head_holds_embedding`, the embedding matrix is the head's, and counts there: in this
-    stage, or in another one of the card. The head's transient (blocks of logits) counts as logits, the
-    largest of the other units' as buffers. `optimizer_share` is the share of the optimizer state that the
-    card itself holds; `packed_share` is the share of its gradients that it holds twice, because the reduced
-    ones lie in a buffer of their own, `critic_packed_share` that of a critic's.
+    activations). The head's transient (blocks of logits) counts as logits, the largest of the other units' as
+    buffers. Of `shares` those of all parameters together count.
     """
-    stored = units[1:] if has_embedding and head_holds_embedding else units
-    body = units[:-1] if has_head else units
-    tail = units[-1:] if has_head else ()
-    num_edges = (not has_embedding) + (not has_head)
+    stored = units[1:] if ends.embedding and ends.head_holds_embedding else units
+    body = units[:-1] if ends.head else units
+    tail = units[-1:] if ends.head else ()
+    num_edges = (not ends.embedding) + (not ends.head)
     critics = [unit.critic for unit in units if unit.critic is not None]
     own = [without_critic(unit) for unit in stored] if critics else stored
     return MemoryForecast(
         parameters=math.fsum(unit.parameter_bytes for unit in own),
-        gradients=(1.0 + packed_share) * math.fsum(unit.gradient_bytes for unit in own),
-        optimizer=optimizer_share * math.fsum(unit.optimizer_bytes for unit in own),
+        gradients=(1.0 + shares.packed) * math.fsum(unit.gradient_bytes for unit in own),
+        optimizer=shares.optimizer * math.fsum(unit.optimizer_bytes for unit in own),
         activations=in_flight * math.fsum(unit.activation_bytes for unit in units),
         logits=math.fsum(unit.transient_bytes for unit in tail),
         buffers=max((unit.transient_bytes for unit in body), default=0.0)
-        + boundary_bytes * ((not has_head) * in_flight + num_edges * MESSAGES_PER_EDGE),
+        + boundary_bytes * ((not ends.head) * in_flight + num_edges * MESSAGES_PER_EDGE),
         reserved=reserved_bytes,
         critic=math.fsum(
             unit.parameter_bytes
-            + (1.0 + critic_packed_share) * unit.gradient_bytes
-            + optimizer_share * unit.optimizer_bytes
+            + (1.0 + shares.critic_packed) * unit.gradient_bytes
+            + shares.optimizer * unit.optimizer_bytes
             for unit in critics
         )
         if critics
@@ -388,23 +390,18 @@ def memory_by_position(
 
 def _memory(costs: Costs, held: StageHoldings, part: StagePart) -> tuple[MemoryForecast, float]:
     """(bytes on the tightest card of a part, what a plan may fill of it)."""
-    problem, stage, shares, leaving = costs.problem, held.stage, held.shares, held.leaving
+    problem, stage, leaving = costs.problem, held.stage, held.leaving
     types = {card.type: problem.cluster.device_type(card.type) for card in part.cards}
     name = min(types, key=lambda name: problem.usable_bytes(name) - types[name].reserved)
     parameters = sum(unit.parameters for unit in part.units.units[held.twice :])
     experts = part.units.expert_parameters / parameters if parameters else 0.0
     forecast = stage_memory(
         part.units.units,
-        has_embedding=stage.embedding,
-        has_head=stage.head,
-        head_holds_embedding=held.twice,
+        Ends(stage.embedding, stage.head, held.twice),
         in_flight=held.in_flight,
         boundary_bytes=part.units.boundary_bytes,
         reserved_bytes=float(types[name].reserved),
-        optimizer_share=(shares.optimizer + experts * (shares.expert_optimizer - shares.optimizer))
-        * (1.0 - stage.optimizer_offload),
-        packed_share=shares.packed + experts * (shares.expert_packed - shares.packed),
-        critic_packed_share=shares.critic_packed,
+        shares=held.shares.blended(experts, offload=stage.optimizer_offload),
     )
     if leaving is not None:
         # Not where cards share experts: what they keep varies.

@@ -23,7 +23,7 @@ from yuan_train.config.plan import PipelinePlan, Plan, share_only_gloo
 from yuan_train.config.run import Recompute, ScheduleName
 from yuan_train.planner.costs.plan_problem import Replica
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs
-from yuan_train.planner.evaluate.memory import stage_memory
+from yuan_train.planner.evaluate.memory import Ends, StateShares, stage_memory
 from yuan_train.planner.search import local
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.shapes import Options, Shape, equal_parts, make_plan
@@ -330,17 +330,16 @@ class _Search:
         total = sum(unit.optimizer_bytes for unit in units)
         owners = place.num_pipelines if place.sharded else 1
         others = owners * width if place.sharded else 1
+        is_tied = self.costs.problem.model.tie_embeddings
         copied = self.costs.problem.reduce_copy_share if place.num_pipelines * width > 1 else 0.0
+        optimizer = ((total - away) / others + away / owners) / total if total else 1.0
         memory = stage_memory(
             units,
-            has_embedding=place.first,
-            has_head=place.last,
-            head_holds_embedding=place.first and place.last and self.costs.problem.model.tie_embeddings,
+            Ends(place.first, place.last, place.first and place.last and is_tied),
             in_flight=place.in_flight,
             boundary_bytes=own.boundary_bytes,
             reserved_bytes=float(device.reserved),
-            optimizer_share=((total - away) / others + away / owners) / total if total else 1.0,
-            packed_share=copied,
+            shares=StateShares(optimizer=optimizer, packed=copied),
         )
         return memory.total > self.costs.problem.usable_bytes(card.type)
 
