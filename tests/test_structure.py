@@ -25,7 +25,6 @@ MORE_PARAMETERS = {
     # transformers' own form: every key of the configuration is an argument.
     "yuan_train/hf_export/configuration_yuan.py: __init__": 32,
     "yuan_train/hf_export/modeling_yuan.py: forward": 9,
-    "yuan_train/train/stage.py: __init__": 10,
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {

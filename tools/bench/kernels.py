@@ -93,9 +93,8 @@ class _Bench:
 
     def layer(self, config: ModelConfig, dtype: torch.dtype) -> Transformer:
         """A model of one layer alone."""
-        model = Transformer(
-            config, layers=(0, 1), embedding=False, head=False, device=self.torch_device, dtype=dtype
-        )
+        with self.torch_device:
+            model = Transformer(config, layers=(0, 1), embedding=False, head=False, dtype=dtype)
         init_weights(model, seed=0)
         return model
 

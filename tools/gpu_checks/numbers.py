@@ -44,7 +44,8 @@ def documents(bench: Bench) -> Verdict:
 def _first_gradient(bench: Bench, config: ModelConfig, dtype: torch.dtype, recompute: str) -> torch.Tensor:
     """The gradient of all parameters, in one vector."""
     dispatch.choose.cache_clear()
-    model = Transformer(config, recompute=recompute, device=bench.device, dtype=dtype)
+    with bench.device:
+        model = Transformer(config, recompute=recompute, dtype=dtype)
     init_weights(model, seed=1)
     tokens_BS = torch.randint(5, 100, (1, 64), generator=torch.Generator().manual_seed(0))
     tokens_BS[0, 20] = 0

@@ -167,9 +167,8 @@ def compiled(bench: Bench) -> Verdict:
 def generation(bench: Bench) -> Verdict:
     """Tokens a second of Yuan2-2B for several batches, and a step of reinforcement learning."""
     name, dtype = bench.pick(("yuan2-2b", torch.bfloat16), ("tiny", torch.float32))
-    model = Transformer(
-        load_model(runs.ROOT / f"configs/model/{name}.yaml"), device=bench.device, dtype=dtype
-    )
+    with bench.device:
+        model = Transformer(load_model(runs.ROOT / f"configs/model/{name}.yaml"), dtype=dtype)
     init_weights(model, seed=0)
     rates: dict[int, float] = {}
     for batch in bench.pick((1, 16, 64), (1, 2)):

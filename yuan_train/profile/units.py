@@ -48,7 +48,7 @@ from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_p
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.feed import MicroBatch, make_micro_batch, resets_after
 from yuan_train.train.job import type_of
-from yuan_train.train.stage import StageRunner
+from yuan_train.train.stage import StageRunner, StageSettings
 from yuan_train.train.step import Optimizer
 
 SECONDS_PER_UNIT = 1.5
@@ -254,9 +254,11 @@ class _Unit:
         self._runner = StageRunner(
             self.part,
             _RandomSource(case),
-            micro_batch_size=case.micro_batch_size,
-            resets=case.data is not None and case.data.resets,
-            seed=0,
+            StageSettings(
+                micro_batch_size=case.micro_batch_size,
+                seed=0,
+                resets=case.data is not None and case.data.resets,
+            ),
             device=case.device,
             deferred=deferred,
         )

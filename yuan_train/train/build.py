@@ -33,7 +33,7 @@ from yuan_train.train.agreement import settle_forms
 from yuan_train.train.engine import ExpertLoad, Progress, routers_of
 from yuan_train.train.feed import Feed, Passes, Share, resets_after
 from yuan_train.train.job import Job
-from yuan_train.train.stage import Objective, PagedRunner, PairLoss, StageRunner, stage_needs
+from yuan_train.train.stage import Objective, PagedRunner, PairLoss, StageRunner, StageSettings, stage_needs
 from yuan_train.train.step import Optimizer, Trainer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -129,18 +129,14 @@ def _runners(
             links = make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
             pages = ParameterPages(steps.buckets, steps.paging.slots, links, device=job.device)
             make = partial(PagedRunner, pages=pages, steps=steps)
-        found[stage] = make(
-            cast(Transformer, part),
-            feed,
+        settings = StageSettings(
+            number=stage,
             micro_batch_size=runtime.grid.pipeline(runtime.coord).micro_batch_size,
-            resets=resets,
             seed=job.run.train.seed,
-            device=job.device,
-            deferred=runtime.deferred[stage],
-            objective=objective,
-            stage=stage,
-            tiers=tiers,
+            resets=resets,
         )
+        own = {"device": job.device, "deferred": runtime.deferred[stage]}
+        found[stage] = make(cast(Transformer, part), feed, settings, **own, objective=objective, tiers=tiers)
     return found
 
 

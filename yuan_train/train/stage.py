@@ -161,6 +161,19 @@ class Repeat:
         return None if self.hidden_BSH is None else self.hidden_BSH.grad
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageSettings:
+    """What the runner of a stage has of the run and the plan."""
+
+    number: int = 0
+    """Of the stage, where stages offload activations."""
+    micro_batch_size: int
+    seed: int
+    """Of dropout."""
+    resets: bool
+    """Whether the run resets something at document ends."""
+
+
 class StageRunner:
     """Takes the micro-batches of one pipeline and runs one stage's part of the model on them.
 
@@ -173,31 +186,25 @@ class StageRunner:
         self,
         model: Transformer,
         source: MicroBatchSource,
+        settings: StageSettings,
         *,
-        micro_batch_size: int,
-        resets: bool,
-        seed: int,
         device: Device,
         deferred: DeferredWeightGrads,
         objective: Objective | None = None,
-        stage: int = 0,
         tiers: ActivationTiers | None = None,
     ) -> None:
-        """`resets`: the run resets something at document ends. `objective`: None is `TokenLoss`. `tiers`:
-        None if no stage of this rank offloads activations; else `stage` is the number of this one."""
-        self._stage = stage
+        """`objective`: None is `TokenLoss`. `tiers`: None if no stage of this rank offloads activations."""
+        self._settings = settings
         self._tiers = tiers
         self._model = model
         self._source = source
         self._deferred = deferred
-        self._micro_batch_size = micro_batch_size
-        self._seed = seed
         self._upload = device.upload
         self._first_sample = 0
         self._num_terms = 1
         self.objective: Objective = objective or TokenLoss()
         self._scale = 1.0
-        self._takes = any(stage_needs(model, resets=resets))
+        self._takes = any(stage_needs(model, resets=settings.resets))
         self._loaded = Loaded()
         self.repeat: Repeat | None = None
         """Set while a step is checked."""
@@ -247,7 +254,7 @@ class StageRunner:
         training = torch.is_grad_enabled()
         following = nullcontext()
         if training and self._tiers is not None:
-            following = self._tiers.forward(self._stage, micro_batch)
+            following = self._tiers.forward(self._settings.number, micro_batch)
         with following as parts, self._choosing(batch.experts_BSLK):
             arguments = self._arguments(micro_batch, batch, training=training)
             result = self._result(self._model(hidden_BSH, parts=parts, **arguments), batch)
@@ -257,8 +264,12 @@ class StageRunner:
 
     def _arguments(self, micro_batch: int, batch: Loaded, *, training: bool) -> dict[str, Any]:
         """Those of the model, besides the hidden state."""
-        sample = self._first_sample + micro_batch * self._micro_batch_size
-        return {"dropout_seed": DropoutSeed(self._seed, sample) if training else None, **batch.resets}
+        settings = self._settings
+        sample = self._first_sample + micro_batch * settings.micro_batch_size
+        return {
+            "dropout_seed": DropoutSeed(settings.seed, sample) if training else None,
+            **batch.resets,
+        }
 
     def _result(self, output: torch.Tensor, batch: Loaded) -> torch.Tensor:
         """What `forward` returns, of the model's output."""
@@ -315,7 +326,7 @@ class StageRunner:
         """Around a backward: if `split`, weight gradients are deferred until `backward_weight`."""
         following = nullcontext()
         if self._tiers is not None:
-            following = self._tiers.backward(self._stage, micro_batch, split=split)
+            following = self._tiers.backward(self._settings.number, micro_batch, split=split)
         with self._deferred.splitting(micro_batch, split), following:
             yield
         if self.repeat is not None and self.repeat.micro_batch == micro_batch:
@@ -325,7 +336,7 @@ class StageRunner:
         """Compute the deferred weight gradients of a micro-batch whose backward was split."""
         following = nullcontext()
         if self._tiers is not None:
-            following = self._tiers.backward_weight(self._stage, micro_batch)
+            following = self._tiers.backward_weight(self._settings.number, micro_batch)
         with following:
             self._deferred.flush(micro_batch)
 
