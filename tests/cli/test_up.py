@@ -15,6 +15,7 @@ import yaml
 from tests.support.commands import Refuse
 from tests.support.hosts import Machines
 from tests.support.project import MODEL, WORDS
+from tests.support.tables import table
 from yuan_train.cli import up
 from yuan_train.cli.main import main
 from yuan_train.cli.up import find_aim, run_text
@@ -101,19 +102,13 @@ def test_token_files_are_taken_as_they_are(here: Path, capsys: pytest.CaptureFix
         assert [line[1] for line in lines] == ["discover", "profile", "plan", "launch"]
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "words"),
-    [
-        ("small.yaml", "nowhere", "--data nowhere: no such file or folder, and no nowhere.idx"),
-        ("small.yaml", "llama", "no file in this folder ends in .jsonl"),
-        ("none.yaml", "texts", "none.yaml: no such file"),
-        (
-            "qwen2.5-0.5b",
-            "texts",
-            "a vocabulary of 151936 and no tokenizer beside it; wanted --tokenizer DIR",
-        ),
-    ],
-)
+@table(r"""
+model | data | words
+small.yaml | nowhere | --data nowhere: no such file or folder, and no nowhere.idx
+small.yaml | llama | no file in this folder ends in .jsonl
+none.yaml | texts | none.yaml: no such file
+qwen2.5-0.5b | texts | a vocabulary of 151936 and no tokenizer beside it; wanted --tokenizer DIR
+""")
 def test_models_and_data_that_are_not_there(
     model: str, data: str, words: str, here: Path, refuse: Refuse
 ) -> None:
@@ -203,27 +198,16 @@ def test_from_names_to_a_run(tmp_path: Path) -> None:
     assert "replacing what differs: up/run.yaml" in again and "step 3/3" in again
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--hosts", "a"), "give --cluster F: it says which machine has which cards"),
-        (("--cluster", "two.yaml", "--hosts", "a,x"), "no machine for b of the plan's nodes a, b among a, x"),
-        (
-            ("--cluster", "two.yaml", "--this-node", "c", "--rendezvous", "h"),
-            "--this-node c: wanted one of a, b",
-        ),
-        (
-            ("--cluster", "two.yaml", "--this-node", "a"),
-            "--this-node a: wanted one of a, b, and --rendezvous",
-        ),
-        (
-            ("--cluster", "two.yaml", "--hosts", "a,b", "--slurm"),
-            "--hosts and --slurm: both name the machines",
-        ),
-    ],
-)
+@table(r"""
+words | message
+--hosts a | give --cluster F: it says which machine has which cards
+--cluster two.yaml --hosts a,x | no machine for b of the plan's nodes a, b among a, x
+--cluster two.yaml --this-node c --rendezvous h | --this-node c: wanted one of a, b
+--cluster two.yaml --this-node a | --this-node a: wanted one of a, b, and --rendezvous
+--cluster two.yaml --hosts a,b --slurm | --hosts and --slurm: both name the machines
+""")
 def test_profiles_of_several_machines_are_refused_early(
-    words: tuple[str, ...], message: str, here: Path, refuse: Refuse
+    words: str, message: str, here: Path, refuse: Refuse
 ) -> None:
     Path("two.yaml").write_text(CLUSTER)
-    assert message in refuse("profile", "--model", "small.yaml", "--out", "profile.json", *words)
+    assert message in refuse("profile", "--model", "small.yaml", "--out", "profile.json", *words.split())

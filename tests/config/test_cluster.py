@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from yuan_train.config.cluster import (
     CardCount,
     Cluster,
@@ -80,54 +81,26 @@ def test_own_card_wins_over_the_catalogue(tmp_path: Path) -> None:
     assert cluster.device_type("T4").memory == 2**30
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        (
-            "device: A100-80G",
-            "device: A100-80",
-            "cluster.yaml:5: nodes[0].device: unknown card 'A100-80'; did you mean A100-80G? known are ",
-        ),
-        (
-            "device: A100-80G",
-            "device: '?'",
-            "cluster.yaml:5: nodes[0].device: unknown card '?'; known are MyCard, P100",
-        ),
-        (
-            "device: A100-80G",
-            "device: TPU-v4",
-            "or describe it under device_types: {TPU-v4: {memory: 24 GiB, bf16: ",
-        ),
-        (
-            "name: t4, device",
-            "name: a100-1, device",
-            "cluster.yaml:9: nodes[1].name: there is already a node called 'a100-1'",
-        ),
-        (
-            "to: t4,",
-            "to: t5,",
-            "cluster.yaml:11: links[0].to: there is no node 't5' (has: a100-0, a100-1, t4)",
-        ),
-        ("{from: a100-0", "{from: a100", "cluster.yaml:11: links[0].from: there is no node 'a100'"),
-        ("to: t4,", "to: a100-0,", "cluster.yaml:11: links[0]: a link needs two nodes"),
-        (
-            "{from: a100-0",
-            "{from_: a100-0",
-            "cluster.yaml:11: links[0].from_: unknown key 'from_'; did you mean 'from'?",
-        ),
-        ("{from: a100-0, ", "{", "links[0].from: missing"),
-        ("from: a100-0", "from: 3", "cluster.yaml:11: links[0].from: wanted a string, got 3"),
-        ("reserved: 1 GiB", "reserved: 24 GiB", "device_types.MyCard.reserved: the whole memory is reserved"),
-        ("count: 2", "count: 0", "cluster.yaml:4: nodes[0].count: wanted greater than 0, got 0"),
-        (
-            "count: 2",
-            "count: 999999999",
-            "cluster.yaml:3: nodes[0]: 999999999 nodes of 4 cards; at most 1000000",
-        ),
-        ("memory: 24 GiB", "memory: 0 GiB", "device_types.MyCard.memory: wanted greater than 0"),
-        ("latency: 3 us", "latency: -3 us", "nodes[0].link.latency: wanted greater than or equal to 0"),
-    ],
-)
+@table(r"""
+before => after | message
+device: A100-80G => device: A100-80 |
+    cluster.yaml:5: nodes[0].device: unknown card 'A100-80'; did you mean A100-80G? known are MyCard
+device: A100-80G => device: '?' | cluster.yaml:5: nodes[0].device: unknown card '?'; known are MyCard, P100
+device: A100-80G => device: TPU-v4 | or describe it under device_types: {TPU-v4: {memory: 24 GiB, bf16:
+name: t4, device => name: a100-1, device |
+    cluster.yaml:9: nodes[1].name: there is already a node called 'a100-1'
+to: t4, => to: t5, | cluster.yaml:11: links[0].to: there is no node 't5' (has: a100-0, a100-1, t4)
+{from: a100-0 => {from: a100 | cluster.yaml:11: links[0].from: there is no node 'a100'
+to: t4, => to: a100-0, | cluster.yaml:11: links[0]: a link needs two nodes
+{from: a100-0 => {from_: a100-0 | cluster.yaml:11: links[0].from_: unknown key 'from_'; did you mean 'from'?
+{from: a100-0, to => {to | links[0].from: missing
+from: a100-0 => from: 3 | cluster.yaml:11: links[0].from: wanted a string, got 3
+reserved: 1 GiB => reserved: 24 GiB | device_types.MyCard.reserved: the whole memory is reserved
+count: 2 => count: 0 | cluster.yaml:4: nodes[0].count: wanted greater than 0, got 0
+count: 2 => count: 999999999 | cluster.yaml:3: nodes[0]: 999999999 nodes of 4 cards; at most 1000000
+memory: 24 GiB => memory: 0 GiB | device_types.MyCard.memory: wanted greater than 0
+latency: 3 us => latency: -3 us | nodes[0].link.latency: wanted greater than or equal to 0
+""")
 def test_messages(tmp_path: Path, before: str, after: str, message: str) -> None:
     assert before in CLUSTER
     assert message in refusal(tmp_path, CLUSTER.replace(before, after, 1))
@@ -151,24 +124,18 @@ def test_a_node_lists_cards_of_several_types(tmp_path: Path) -> None:
     assert (same.device, same.devices) == ("RTX-4090", 3)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("devices: [", "device: T4, devices: [", "cluster.yaml:3: nodes[0].device: 'T4', but devices lists"),
-        (
-            "devices: [{type: rtx 4090, count: 2}, {type: RTX-3090}], ",
-            "",
-            "nodes[0]: no type of cards; wanted",
-        ),
-        ("RTX-3090", "RTX-9090", "cluster.yaml:3: nodes[0].devices[1].type: unknown card 'RTX-9090'"),
-        ("count: 2", "count: 0", "nodes[0].devices[0].count: wanted greater than 0, got 0"),
-        ("count: 2", "number: 2", "devices[0].number: unknown key 'number'; (has: type, count)"),
-        ("type: RTX-3090", "count: 1", "nodes[0].devices[1].type: missing"),
-        ("[{type: rtx 4090, count: 2}, {type: RTX-3090}]", "[]", "nodes[0].devices: wanted at least one"),
-        ("[{type: rtx 4090, count: 2}, {type: RTX-3090}]", "two", "nodes[0].devices: wanted an integer"),
-        ("count: 2", "count: 2000000", "nodes[0]: 1 nodes of 2000001 cards; at most 1000000 cards"),
-    ],
-)
+@table(r"""
+before => after | message
+devices: [ => device: T4, devices: [ | cluster.yaml:3: nodes[0].device: 'T4', but devices lists
+devices: [{type: rtx 4090, count: 2}, {type: RTX-3090}], link => link | nodes[0]: no type of cards; wanted
+RTX-3090 => RTX-9090 | cluster.yaml:3: nodes[0].devices[1].type: unknown card 'RTX-9090'
+count: 2 => count: 0 | nodes[0].devices[0].count: wanted greater than 0, got 0
+count: 2 => number: 2 | devices[0].number: unknown key 'number'; (has: type, count)
+type: RTX-3090 => count: 1 | nodes[0].devices[1].type: missing
+[{type: rtx 4090, count: 2}, {type: RTX-3090}] => [] | nodes[0].devices: wanted at least one
+[{type: rtx 4090, count: 2}, {type: RTX-3090}] => two | nodes[0].devices: wanted an integer
+count: 2 => count: 2000000 | nodes[0]: 1 nodes of 2000001 cards; at most 1000000 cards
+""")
 def test_what_is_wrong_with_a_list_of_cards(tmp_path: Path, before: str, after: str, message: str) -> None:
     assert before in LISTED
     reported = refusal(tmp_path, LISTED.replace(before, after, 1))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.parallel.test_grid import run_of
 from tests.support.models import tiny_model
 from tests.support.project import parse_plan, stage_text
+from tests.support.tables import table
 from yuan_train.config.errors import PlanError
 from yuan_train.config.load import build, dump, parse_document
 from yuan_train.config.model import ModelConfig
@@ -62,9 +63,6 @@ forecast:
 """
 
 
-FIRST, LAST = "plan.yaml:28: pipelines[0].stages[0]", "plan.yaml:29: pipelines[0].stages[1]"
-
-
 def load(folder: Path, text: str = PLAN) -> Plan:
     path = folder / "plan.yaml"
     path.write_text(text, encoding="utf-8")
@@ -105,143 +103,72 @@ def test_a_log_directory_keeps_every_plan(tmp_path: Path) -> None:
     assert new.name == "plan.yaml" and load_plan(new) == plan
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        (
-            "[16, 24]",
-            "[17, 24]",
-            f"{LAST}.layers: layer 16 dropped: no stage holds it; this stage must begin at layer 16",
-        ),
-        ("[16, 24]", "[20, 24]", "layers 16 to 19 dropped"),
-        ("[16, 24]", "[15, 24]", f"{LAST}.layers: layer 15 is held twice; this stage must begin at layer 16"),
-        (
-            "[16, 24]",
-            "[16, 23]",
-            "stages[1].layers: the stages hold layers up to 23, but the model has 24; "
-            "the last stage must end at 24",
-        ),
-        ("[0, 16]", "[1, 16]", f"{FIRST}.layers: layer 0 dropped"),
-        ("[16, 24]", "[24, 16]", "[24, 16] ends before it begins; layers are [first, end)"),
-        ("[16, 24]", "[16]", "stages[1].layers[1]: missing"),
-        ("[16, 24]", "[16, 20, 24]", "stages[1].layers: "),
-        ("[16, 24]", "[-1, 24]", "stages[1].layers[0]: wanted greater than or equal to 0, got -1"),
-        (
-            "embedding: true, ",
-            "",
-            f"{FIRST}.embedding: the first stage must hold the embedding; set embedding: true",
-        ),
-        ("head: true, ", "", f"{LAST}.head: the last stage must hold the head; set head: true"),
-        (
-            "head: true, ",
-            "head: true, embedding: true, ",
-            "stages[1].embedding: only the first stage may hold it; set embedding: false",
-        ),
-        (
-            "embedding: true, ",
-            "embedding: true, head: true, ",
-            "stages[0].head: only the last stage may hold it; set head: false",
-        ),
-        (
-            "rank: 1,",
-            "rank: 0,",
-            "plan.yaml:18: ranks[1].rank: wanted 1, got 0; list each rank once, in order, from 0",
-        ),
-        ("a100-0/1", "a100-0/0", "plan.yaml:16: ranks: card 'a100-0/0' is named 2 times; one rank per card"),
-        ("[[0, 1]]", "[[0, 0]]", f"{FIRST}.replicas: rank 0 is named twice in this stage"),
-        (
-            "[[2], [3]]",
-            "[[2], [1]]",
-            "stages[1].replicas: rank 1 is named twice: stage 0 has it already, "
-            "and schedule 1f1b gives a rank one stage",
-        ),
-        ("[[2], [3]]", "[[2], [4]]", "stages[1].replicas: there is no rank 4; ranks has 4, from 0"),
-        (
-            "[[2], [3]]",
-            "[[2]]",
-            "plan.yaml:20: ranks[3]: rank 3 works in no stage; leave it out or give it one",
-        ),
-        ("[[2], [3]]", "[[2], []]", "stages[1].replicas[1]: wanted at least one, got none"),
-        ("[[2], [3]]", "[]", "stages[1].replicas: wanted at least one, got none"),
-        (
-            "[[0, 1]]",
-            "[[0], [1, 3]]",
-            "stages[0].replicas: replicas of different widths [1, 2]; make them equal",
-        ),
-        (
-            "num_attention_heads: 4",
-            "num_attention_heads: 9\n  head_dim: 8",
-            "plan.yaml:29: pipelines[0].stages[0].replicas[0]: 2 ranks cannot share 9 heads; use 1 ranks",
-        ),
-        ("ffn_hidden_size: 256", "ffn_hidden_size: 255", "2 ranks cannot share 255 feed-forward columns"),
-        ("vocab_size: 1024", "vocab_size: 1023", "2 ranks cannot share 1023 vocabulary rows"),
-        ("hidden_size: 64", "hidden_size: 66\n  head_dim: 16", "2 ranks cannot share 33 filter channels"),
-        (
-            "global_batch_size: 40",
-            "global_batch_size: 64",
-            "plan.yaml:13: global_batch_size: 64, but the pipelines take 40 sequences",
-        ),
-        (
-            "\nsequence_length: 4096",
-            "\nsequence_length: 5000",
-            "plan.yaml:12: sequence_length: 5000 tokens, but the model allows 4096",
-        ),
-        (
-            "num_micro_batches: 40",
-            "num_micro_batches: 1",
-            "2 replicas for 1 micro-batches; some would idle; use fewer",
-        ),
-        ("version: 1", "version: 2", "plan.yaml:1: version: wanted 1, got 2; plan again with this release"),
-        (
-            "num_attention_heads: 4",
-            "num_attention_heads: 7",
-            "plan.yaml:7: model.num_attention_heads: 7 heads do not divide",
-        ),
-        ("optimizer_offload: 0.0", "optimizer_share: 0", "stages[0].optimizer_share: wanted greater than 0"),
-        (
-            "optimizer_offload: 0.0",
-            "optimizer_offload: 1.5",
-            "stages[0].optimizer_offload: wanted less than or equal to 1",
-        ),
-        (
-            "recompute: full",
-            "recompute: full, in_flight: 4",
-            "stages[0].in_flight: stage 0 holds 3 micro-batches and stage 1 holds 4; set in_flight: 4",
-        ),
-        (
-            "recompute: full",
-            "recompute: full, in_flight: 1",
-            "stages[1].in_flight: 1, but each of 2 replicas must hold one",
-        ),
-        ("layers: [0, 16]", "layers: [0, 15.25]", "stages[0].layers[1]: wanted a multiple of 0.5, got 15.25"),
-        ("layers: [0, 16]", "layers: [0, 15.5]", "stages[1].layers: layers [15.5, 16) dropped"),
-        (
-            "recompute: none",
-            "recompute: none, recompute_layers: 2",
-            "stages[0].recompute_layers: 2 layers, but recompute is none; set recompute",
-        ),
-        (
-            "recompute: full",
-            "recompute: full, recompute_layers: 9",
-            "stages[1].recompute_layers: 9 layers, but the stage holds 8; leave the key out",
-        ),
-        (
-            "recompute: full",
-            "recompute: full, recompute_layers: 0",
-            "stages[1].recompute_layers: wanted greater than 0",
-        ),
-        (
-            "schedule: 1f1b",
-            "schedule: 1f2b",
-            "plan.yaml:14: schedule: wanted '1f1b', 'gpipe', 'interleaved_1f1b' or 'zero_bubble'",
-        ),
-        (
-            "embedding: true, ",
-            "embeding: true, ",
-            "stages[0].embeding: unknown key 'embeding'; did you mean 'embedding'? (has: replicas, layers",
-        ),
-    ],
-)
+@table(r"""
+before => after | message
+[16, 24] => [17, 24] |
+    plan.yaml:29: pipelines[0].stages[1].layers: layer 16 dropped: no stage holds it; this stage must begin at
+    layer 16
+[16, 24] => [20, 24] | layers 16 to 19 dropped
+[16, 24] => [15, 24] |
+    plan.yaml:29: pipelines[0].stages[1].layers: layer 15 is held twice; this stage must begin at layer 16
+[16, 24] => [16, 23] |
+    stages[1].layers: the stages hold layers up to 23, but the model has 24; the last stage must end at 24
+[0, 16] => [1, 16] | plan.yaml:28: pipelines[0].stages[0].layers: layer 0 dropped
+[16, 24] => [24, 16] | [24, 16] ends before it begins; layers are [first, end)
+[16, 24] => [16] | stages[1].layers[1]: missing
+[16, 24] => [16, 20, 24] | plan.yaml:29: pipelines[0].stages[1].layers:
+[16, 24] => [-1, 24] | stages[1].layers[0]: wanted greater than or equal to 0, got -1
+embedding: true, recompute => recompute |
+    plan.yaml:28: pipelines[0].stages[0].embedding: the first stage must hold the embedding;
+    set embedding: true
+head: true, recompute => recompute |
+    plan.yaml:29: pipelines[0].stages[1].head: the last stage must hold the head; set head: true
+head: true => head: true, embedding: true |
+    stages[1].embedding: only the first stage may hold it; set embedding: false
+embedding: true => embedding: true, head: true |
+    stages[0].head: only the last stage may hold it; set head: false
+rank: 1, => rank: 0, | plan.yaml:18: ranks[1].rank: wanted 1, got 0; list each rank once, in order, from 0
+a100-0/1 => a100-0/0 | plan.yaml:16: ranks: card 'a100-0/0' is named 2 times; one rank per card
+[[0, 1]] => [[0, 0]] | plan.yaml:28: pipelines[0].stages[0].replicas: rank 0 is named twice in this stage
+[[2], [3]] => [[2], [1]] |
+    stages[1].replicas: rank 1 is named twice: stage 0 has it already, and schedule 1f1b gives a rank one
+    stage
+[[2], [3]] => [[2], [4]] | stages[1].replicas: there is no rank 4; ranks has 4, from 0
+[[2], [3]] => [[2]] | plan.yaml:20: ranks[3]: rank 3 works in no stage; leave it out or give it one
+[[2], [3]] => [[2], []] | stages[1].replicas[1]: wanted at least one, got none
+[[2], [3]] => [] | stages[1].replicas: wanted at least one, got none
+[[0, 1]] => [[0], [1, 3]] | stages[0].replicas: replicas of different widths [1, 2]; make them equal
+num_attention_heads: 4 => num_attention_heads: 9\n  head_dim: 8 |
+    plan.yaml:29: pipelines[0].stages[0].replicas[0]: 2 ranks cannot share 9 heads; use 1 ranks
+ffn_hidden_size: 256 => ffn_hidden_size: 255 | 2 ranks cannot share 255 feed-forward columns
+vocab_size: 1024 => vocab_size: 1023 | 2 ranks cannot share 1023 vocabulary rows
+hidden_size: 64 => hidden_size: 66\n  head_dim: 16 | 2 ranks cannot share 33 filter channels
+global_batch_size: 40 => global_batch_size: 64 |
+    plan.yaml:13: global_batch_size: 64, but the pipelines take 40 sequences
+sequence_length: 4096\nglobal => sequence_length: 5000\nglobal |
+    plan.yaml:12: sequence_length: 5000 tokens, but the model allows 4096
+num_micro_batches: 40 => num_micro_batches: 1 | 2 replicas for 1 micro-batches; some would idle; use fewer
+version: 1 => version: 2 | plan.yaml:1: version: wanted 1, got 2; plan again with this release
+num_attention_heads: 4 => num_attention_heads: 7 |
+    plan.yaml:7: model.num_attention_heads: 7 heads do not divide
+optimizer_offload: 0.0 => optimizer_share: 0 | stages[0].optimizer_share: wanted greater than 0
+optimizer_offload: 0.0 => optimizer_offload: 1.5 | stages[0].optimizer_offload: wanted less than or equal to 1
+recompute: full => recompute: full, in_flight: 4 |
+    stages[0].in_flight: stage 0 holds 3 micro-batches and stage 1 holds 4; set in_flight: 4
+recompute: full => recompute: full, in_flight: 1 |
+    stages[1].in_flight: 1, but each of 2 replicas must hold one
+layers: [0, 16] => layers: [0, 15.25] | stages[0].layers[1]: wanted a multiple of 0.5, got 15.25
+layers: [0, 16] => layers: [0, 15.5] | stages[1].layers: layers [15.5, 16) dropped
+recompute: none => recompute: none, recompute_layers: 2 |
+    stages[0].recompute_layers: 2 layers, but recompute is none; set recompute
+recompute: full => recompute: full, recompute_layers: 9 |
+    stages[1].recompute_layers: 9 layers, but the stage holds 8; leave the key out
+recompute: full => recompute: full, recompute_layers: 0 | stages[1].recompute_layers: wanted greater than 0
+schedule: 1f1b => schedule: 1f2b |
+    plan.yaml:14: schedule: wanted '1f1b', 'gpipe', 'interleaved_1f1b' or 'zero_bubble'
+embedding: true => embeding: true |
+    stages[0].embeding: unknown key 'embeding'; did you mean 'embedding'? (has: replicas, layers
+""")
 def test_violated_constraints(tmp_path: Path, before: str, after: str, message: str) -> None:
     assert before in PLAN
     assert message in refusal(tmp_path, PLAN.replace(before, after, 1))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import table
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build, dump, parse_document
@@ -101,66 +102,32 @@ def test_a_model_on_the_command_line_is_relative_to_the_working_directory(folder
         load(folder, RUN, "model=nowhere.yaml")
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("../model/toy.yaml", "toy.yaml", "run/run.yaml:1: model: run/toy.yaml: no such file"),
-        (
-            "sequence_length: 512",
-            "sequence_length: 513",
-            "run.yaml:6: data.sequence_length: 513 tokens, but the model allows 512",
-        ),
-        (
-            "micro_batch_size: 1",
-            "micro_batch_size: 3",
-            "run.yaml:10: train.global_batch_size: 16 sequences do not divide into",
-        ),
-        (
-            "minimum_learning_rate: 3e-5",
-            "minimum_learning_rate: 3e-3",
-            "optimizer.minimum_learning_rate: greater than learning_rate",
-        ),
-        (
-            "warmup_steps: 10",
-            "warmup_steps: 100",
-            "optimizer.warmup_steps: 100 warm-up steps leave none of the 100 decay steps",
-        ),
-        (
-            "  tokenizer: data/tokenizer\n",
-            "",
-            "run.yaml:2: data.tokenizer: resets at document ends need the tokenizer's",
-        ),
-        (
-            "validation: []",
-            "split: [0.9, 0.2]",
-            "data.split: wanted two shares above 0 that sum to at most 1, got [0.9, 0.2]",
-        ),
-        ("validation: []", "split: [1.0, 0.0]", "data.split: wanted two shares above 0"),
-        ("validation: []", "split: [0.9]", "data.split[1]: missing"),
-        (
-            "validation: []",
-            "split: [0.9, 0.1]\n  validation: [{prefix: v}]",
-            "data.split: give either split or validation",
-        ),
-        (
-            "validation: {every: 0",
-            "validation: {every: 5",
-            "validation.every: there is no validation data; give data.validation",
-        ),
-        (
-            "train: [{prefix: data/corpus, weight: 1.0}]",
-            "train: []",
-            "data.train: wanted at least one, got none",
-        ),
-        ("search: {}", "search: {tensor: 2}", "search.tensor: wanted a"),
-        ("search: {}", "search: {tensor: []}", "search.tensor: wanted at least one, got none"),
-        (
-            "{directory: runs/tiny/checkpoints, every: 50,",
-            "{in_memory: 10,",
-            "run.yaml:14: checkpoint.in_memory: 10, but there is no checkpoint.directory, from which a run",
-        ),
-    ],
-)
+@table(r"""
+before => after | message
+../model/toy.yaml => toy.yaml | run/run.yaml:1: model: run/toy.yaml: no such file
+sequence_length: 512 => sequence_length: 513 |
+    run.yaml:6: data.sequence_length: 513 tokens, but the model allows 512
+micro_batch_size: 1 => micro_batch_size: 3 |
+    run.yaml:10: train.global_batch_size: 16 sequences do not divide into
+minimum_learning_rate: 3e-5 => minimum_learning_rate: 3e-3 |
+    optimizer.minimum_learning_rate: greater than learning_rate
+warmup_steps: 10 => warmup_steps: 100 |
+    optimizer.warmup_steps: 100 warm-up steps leave none of the 100 decay steps
+tokenizer: data/tokenizer\n  sequence => sequence |
+    run.yaml:2: data.tokenizer: resets at document ends need the tokenizer's
+validation: [] => split: [0.9, 0.2] |
+    data.split: wanted two shares above 0 that sum to at most 1, got [0.9, 0.2]
+validation: [] => split: [1.0, 0.0] | data.split: wanted two shares above 0
+validation: [] => split: [0.9] | data.split[1]: missing
+validation: [] => split: [0.9, 0.1]\n  validation: [{prefix: v}] | data.split: give either split or validation
+validation: {every: 0 => validation: {every: 5 |
+    validation.every: there is no validation data; give data.validation
+train: [{prefix: data/corpus, weight: 1.0}] => train: [] | data.train: wanted at least one, got none
+search: {} => search: {tensor: 2} | search.tensor: wanted a
+search: {} => search: {tensor: []} | search.tensor: wanted at least one, got none
+{directory: runs/tiny/checkpoints, every: 50, => {in_memory: 10, |
+    run.yaml:14: checkpoint.in_memory: 10, but there is no checkpoint.directory, from which a run
+""")
 def test_messages(folder: Path, before: str, after: str, message: str) -> None:
     assert before in RUN
     assert message in refusal(folder, RUN.replace(before, after, 1))

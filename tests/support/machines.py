@@ -7,18 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 GIB = 1 << 30
 LEGEND = (
     "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between "
     "NUMA nodes (e.g., QPI/UPI)\n  NV#  = Connection traversing a bonded set of # NVLinks\n"
 )
-NO_DRIVER = (
-    "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest "
-    "NVIDIA driver is installed and running.\n"
-)
-A100, A100_40 = "NVIDIA A100-SXM4-80GB, 81920", "NVIDIA A100-SXM4-40GB, 40960"
-RTX_4090, RTX_3090 = "NVIDIA GeForce RTX 4090, 24564", "NVIDIA GeForce RTX 3090, 24576"
-V100_32, V100_16 = "Tesla V100-SXM2-32GB, 32768", "Tesla V100-PCIE-16GB, 16384"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +28,7 @@ class FakeMachine:
     nics: int = 0
     """InfiniBand adapters that `topo -m` lists beside the cards."""
     nvlink: str | None = None
-    mig: str = ""
+    mig: tuple[str, ...] = ()
     fault: str | None = None
     """What nvidia-smi says in place of an answer; with `cards` on the bus."""
     has_tool: bool = True
@@ -58,223 +53,112 @@ class FakeMachine:
     """Parts of the notes, all of which must be there, one each."""
 
 
-def card(name: str, rest: str, count: int) -> tuple[tuple[str, str], ...]:
-    return ((name, rest),) * count
-
-
-DGX1 = {
-    "0-1": "NV1", "0-2": "NV1", "0-3": "NV2", "0-4": "NV2", "1-2": "NV2", "1-3": "NV1",
-    "1-5": "NV2", "2-3": "NV2", "2-6": "NV1", "3-7": "NV1", "4-5": "NV1", "4-6": "NV1",
-    "4-7": "NV2", "5-6": "NV2", "5-7": "NV1", "6-7": "NV2",
-}  # fmt: skip
-"""The hybrid cube of a DGX-1: links of one or two, and pairs without."""
-EIGHT_HDR = (("InfiniBand", "200 Gb/sec (4X HDR)"),) * 8
-AMPERE, ADA, VOLTA, HOPPER = (
-    "Disabled, 4, 16, 8.0",
-    "[N/A], 4, 16, 8.9",
-    "[N/A], 3, 16, 7.0",
-    "Disabled, 5, 16, 9.0",
-)
-
-MACHINES: dict[str, FakeMachine] = {
-    "dgx-a100": FakeMachine(
-        cards=card(A100, AMPERE, 8),
-        others="NV12",
-        nics=8,
-        nvlink="25",
-        infiniband=EIGHT_HDR,
-        net={"eno1": 1000, "ib0": 200_000, "docker0": None},
-        memory=2015 * GIB,
-        types=("A100-80G",) * 8,
-        link=300,
-        network=1600,
-        host=2015,
-    ),
-    "dgx-a100-40": FakeMachine(
-        cards=card(A100_40, AMPERE, 8),
-        others="NV12",
-        nvlink="25",
-        types=("A100-40G",) * 8,
-        link=300,
-        network=1,
-        host=512,
-    ),
-    "dgx1-v100": FakeMachine(
-        cards=card(V100_32, VOLTA, 8),
-        pairs=DGX1,
-        nvlink="25.781",
-        old_driver=True,
-        infiniband=(("InfiniBand", "100 Gb/sec (4X EDR)"),) * 4,
-        types=("V100-32G",) * 8,
-        link=6.25,
-        network=400,
-        host=512,
-    ),
-    "v100-pcie": FakeMachine(
-        cards=card(V100_16, VOLTA, 4),
-        others="PHB",
-        types=("V100-16G",) * 4,
-        link=6.25,
-        network=25,
-        host=244,
-        net={"ens5": 25_000},
-        memory=244 * GIB,
-    ),
-    "dgx-h100": FakeMachine(
-        cards=card("NVIDIA H100 80GB HBM3, 81559", HOPPER, 8),
-        others="NV18",
-        nvlink="26.562",
-        infiniband=(("InfiniBand", "400 Gb/sec (4X NDR)"),) * 8,
-        memory=2063 * GIB,
-        types=("H100-80G",) * 8,
-        link=478.116,
-        network=3200,
-        host=2063,
-    ),
-    "h100-pcie": FakeMachine(
-        cards=card("NVIDIA H100 PCIe, 81559", HOPPER, 2),
-        others="NV12",
-        nvlink="26.562",
-        types=("H100-PCIe",) * 2,
-        link=318.744,
-        network=1,
-        host=512,
-    ),
-    "h200-roce": FakeMachine(
-        cards=card("NVIDIA H200, 143771", HOPPER, 8),
-        others="NV18",
-        nvlink=None,
-        infiniband=(("Ethernet", "400 Gb/sec (4X NDR)"),) * 8,
-        types=("H200",) * 8,
-        link=477,
-        network=3200,
-        host=512,
-    ),
-    "gamer-4090": FakeMachine(
-        cards=card(RTX_4090, ADA, 4),
-        pairs={"0-1": "PHB", "2-3": "PHB"},
-        others="SYS",
-        net={"enp5s0": 10_000},
-        memory=256 * GIB,
-        types=("RTX-4090",) * 4,
-        link=12.5,
-        network=10,
-        host=256,
-    ),
-    "mixed-box": FakeMachine(
-        cards=card(RTX_4090, ADA, 2) + card(RTX_3090, "[N/A], 4, 8, 8.6", 1),
-        others="PHB",
-        net={"eth0": 2500},
-        memory=128 * GIB,
-        types=("RTX-4090", "RTX-4090", "RTX-3090"),
-        link=6.25,
-        network=2.5,
-        host=128,
-    ),
-    "bridged-3090": FakeMachine(
-        cards=card(RTX_3090, "[N/A], 4, 16, 8.6", 4),
-        pairs={"0-1": "NV4", "2-3": "NV4"},
-        others="PXB",
-        nvlink="14.062",
-        types=("RTX-3090",) * 4,
-        link=20,
-        network=1,
-        host=512,
-    ),
-    "cpu-only": FakeMachine(
-        has_tool=False,
-        memory=64 * GIB,
-        disks={"sda": (1_953_525_168, "1")},
-        types=("CPU-cpu-only",),
-        network=1,
-        host=8,
-    ),
-    "cpu-small": FakeMachine(
-        has_tool=False,
-        memory=6 * GIB,
-        net={"eth0": None},
-        disks={},
-        types=("CPU-cpu-small",),
-        network=1,
-        host=3,
-        notes=("the rate of eth0 was not found; 1 Gb/s is assumed", "no disk was found"),
-    ),
-    "driver-missing": FakeMachine(
-        cards=card(A100, AMPERE, 4),
-        fault=NO_DRIVER,
-        torch_cards=(),
-        memory=64 * GIB,
-        types=("CPU-driver-missing",),
-        network=1,
-        host=8,
-        notes=("4 NVIDIA cards are on the PCI bus, but no driver shows them (nvidia-smi: NVIDIA",),
-    ),
-    "cpu-torch": FakeMachine(
-        cards=card(RTX_3090, "[N/A], 4, 16, 8.6", 1),
-        torch_cards=(),
-        types=("RTX-3090",),
-        network=1,
-        host=512,
-        notes=("torch sees 0 of the 1 cards (torch 2.8.0+cpu is built without CUDA)",),
-    ),
-    "mig-all": FakeMachine(
-        cards=card(A100, "Enabled, 4, 16, 8.0", 1),
-        mig="  MIG 3g.40gb     Device  0: (UUID: MIG-a)\n  MIG 3g.40gb     Device  1: (UUID: MIG-b)\n",
-        types=("A100-80G-MIG-3g.40gb",),
-        network=1,
-        host=512,
-        notes=("MIG is on on card 0 (2 instances): a process sees a single instance",),
-    ),
-    "mig-some": FakeMachine(
-        cards=card(A100, "Enabled, 4, 16, 8.0", 1) + card(A100, AMPERE, 2),
-        others="NV12",
-        nvlink="25",
-        mig="  MIG 1g.10gb     Device  0: (UUID: MIG-a)\n",
-        torch_cards=({}, {}),
-        types=("A100-80G",) * 2,
-        link=300,
-        network=1,
-        host=512,
-        notes=("MIG is on on card 0 (1 instances)",),
-    ),
-    "new-card": FakeMachine(
-        cards=card("NVIDIA RTX PRO 6000 Blackwell Workstation Edition, 97887", "Disabled, 5, 16, 12.0", 2),
-        others="NODE",
-        types=("RTX-PRO-6000-Blackwell-Workstation-Edition",) * 2,
-        link=26,
-        network=1,
-        host=512,
-        notes=("is not in the catalogue; its rates are taken from RTX-5090",),
-    ),
-    "amd": FakeMachine(
-        has_tool=False,
-        torch_cards=({"name": "AMD Instinct MI300X", "type": "MI300X", "memory_bytes": 196592 << 20},) * 2,
-        types=("MI300X",) * 2,
-        link=12.5,
-        network=1,
-        host=512,
-        notes=("what joins its cards was not found; taken to be PCIe through the host",),
-    ),
-    "container": FakeMachine(
-        cards=card("Tesla T4, 15360", "[N/A], 3, 16, 7.5", 1),
-        net={"veth12": 10_000, "eth0": 10_000},
-        limit=48 * GIB,
-        types=("T4",),
-        network=10,
-        host=48,
-    ),
-    "both-fabrics": FakeMachine(
-        cards=card("NVIDIA L40S, 46068", ADA, 2),
-        others="PIX",
-        infiniband=(("InfiniBand", "200 Gb/sec (4X HDR)"), ("Ethernet", "100 Gb/sec (4X EDR)")),
-        net={"bond0": 25_000, "eth1": 100_000},
-        down=("eth1",),
-        types=("L40S",) * 2,
-        link=20,
-        network=200,
-        host=512,
-    ),
+CARDS = {
+    "A100": ("NVIDIA A100-SXM4-80GB, 81920", "Disabled, 4, 16, 8.0"),
+    "A100-MIG": ("NVIDIA A100-SXM4-80GB, 81920", "Enabled, 4, 16, 8.0"),
+    "A100-40": ("NVIDIA A100-SXM4-40GB, 40960", "Disabled, 4, 16, 8.0"),
+    "V100": ("Tesla V100-SXM2-32GB, 32768", "[N/A], 3, 16, 7.0"),
+    "V100-16": ("Tesla V100-PCIE-16GB, 16384", "[N/A], 3, 16, 7.0"),
+    "H100": ("NVIDIA H100 80GB HBM3, 81559", "Disabled, 5, 16, 9.0"),
+    "H100-PCIe": ("NVIDIA H100 PCIe, 81559", "Disabled, 5, 16, 9.0"),
+    "H200": ("NVIDIA H200, 143771", "Disabled, 5, 16, 9.0"),
+    "4090": ("NVIDIA GeForce RTX 4090, 24564", "[N/A], 4, 16, 8.9"),
+    "3090": ("NVIDIA GeForce RTX 3090, 24576", "[N/A], 4, 16, 8.6"),
+    "3090-x8": ("NVIDIA GeForce RTX 3090, 24576", "[N/A], 4, 8, 8.6"),
+    "6000": ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition, 97887", "Disabled, 5, 16, 12.0"),
+    "T4": ("Tesla T4, 15360", "[N/A], 3, 16, 7.5"),
+    "L40S": ("NVIDIA L40S, 46068", "[N/A], 4, 16, 8.9"),
 }
+RATES = {"HDR": "200 Gb/sec (4X HDR)", "EDR": "100 Gb/sec (4X EDR)", "NDR": "400 Gb/sec (4X NDR)"}
+
+# Lists of like things are written with their number: `8 A100`.
+TABLE = """
+dgx-a100:
+  {cards: 8 A100, others: NV12, nics: 8, nvlink: "25", infiniband: [8 InfiniBand, HDR], memory: 2015,
+   net: {eno1: 1000, ib0: 200000, docker0: null}, types: 8 A100-80G, link: 300, network: 1600, host: 2015}
+dgx-a100-40:
+  {cards: 8 A100-40, others: NV12, nvlink: "25", types: 8 A100-40G, link: 300, network: 1, host: 512}
+dgx1-v100:
+  # The hybrid cube: links of one or two, and pairs without.
+  {cards: 8 V100, pairs: {0-1: NV1, 0-2: NV1, 0-3: NV2, 0-4: NV2, 1-2: NV2, 1-3: NV1, 1-5: NV2, 2-3: NV2,
+   2-6: NV1, 3-7: NV1, 4-5: NV1, 4-6: NV1, 4-7: NV2, 5-6: NV2, 5-7: NV1, 6-7: NV2}, nvlink: "25.781",
+   old_driver: true, infiniband: [4 InfiniBand, EDR], types: 8 V100-32G, link: 6.25, network: 400, host: 512}
+v100-pcie:
+  {cards: 4 V100-16, others: PHB, types: 4 V100-16G, link: 6.25, network: 25, host: 244, net: {ens5: 25000},
+   memory: 244}
+dgx-h100:
+  {cards: 8 H100, others: NV18, nvlink: "26.562", infiniband: [8 InfiniBand, NDR], memory: 2063,
+   types: 8 H100-80G, link: 478.116, network: 3200, host: 2063}
+h100-pcie:
+  {cards: 2 H100-PCIe, others: NV12, nvlink: "26.562", types: 2 H100-PCIe, link: 318.744, network: 1,
+   host: 512}
+h200-roce:
+  {cards: 8 H200, others: NV18, infiniband: [8 Ethernet, NDR], types: 8 H200, link: 477, network: 3200,
+   host: 512}
+gamer-4090:
+  {cards: 4 4090, pairs: {0-1: PHB, 2-3: PHB}, net: {enp5s0: 10000}, memory: 256, types: 4 RTX-4090,
+   link: 12.5, network: 10, host: 256}
+mixed-box:
+  {cards: "2 4090, 1 3090-x8", others: PHB, net: {eth0: 2500}, memory: 128, types: "2 RTX-4090, 1 RTX-3090",
+   link: 6.25, network: 2.5, host: 128}
+bridged-3090:
+  {cards: 4 3090, pairs: {0-1: NV4, 2-3: NV4}, others: PXB, nvlink: "14.062", types: 4 RTX-3090, link: 20,
+   network: 1, host: 512}
+cpu-only:
+  {has_tool: false, memory: 64, disks: {sda: [1953525168, "1"]}, types: 1 CPU-cpu-only, network: 1, host: 8}
+cpu-small:
+  {has_tool: false, memory: 6, net: {eth0: null}, disks: {}, types: 1 CPU-cpu-small, network: 1, host: 3,
+   notes: ["the rate of eth0 was not found; 1 Gb/s is assumed", no disk was found]}
+driver-missing:
+  {cards: 4 A100, torch_cards: [], memory: 64, types: 1 CPU-driver-missing, network: 1, host: 8,
+   fault: "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the
+     latest NVIDIA driver is installed and running.\\n",
+   notes: ["4 NVIDIA cards are on the PCI bus, but no driver shows them (nvidia-smi: NVIDIA"]}
+cpu-torch:
+  {cards: 1 3090, torch_cards: [], types: 1 RTX-3090, network: 1, host: 512,
+   notes: ["torch sees 0 of the 1 cards (torch 2.8.0+cpu is built without CUDA)"]}
+mig-all:
+  {cards: 1 A100-MIG, mig: [3g.40gb, 3g.40gb], types: 1 A100-80G-MIG-3g.40gb, network: 1, host: 512,
+   notes: ["MIG is on on card 0 (2 instances): a process sees a single instance"]}
+mig-some:
+  {cards: "1 A100-MIG, 2 A100", others: NV12, nvlink: "25", mig: [1g.10gb], torch_cards: [{}, {}],
+   types: 2 A100-80G, link: 300, network: 1, host: 512, notes: [MIG is on on card 0 (1 instances)]}
+new-card:
+  {cards: 2 6000, others: NODE, types: 2 RTX-PRO-6000-Blackwell-Workstation-Edition, link: 26, network: 1,
+   host: 512, notes: [is not in the catalogue; its rates are taken from RTX-5090]}
+amd:
+  {has_tool: false, types: 2 MI300X,
+   torch_cards: [&a {name: AMD Instinct MI300X, type: MI300X, memory_bytes: 206141652992}, *a],
+   link: 12.5, network: 1, host: 512,
+   notes: [what joins its cards was not found; taken to be PCIe through the host]}
+container: {cards: 1 T4, net: {veth12: 10000, eth0: 10000}, limit: 48, types: 1 T4, network: 10, host: 48}
+both-fabrics:
+  {cards: 2 L40S, others: PIX, infiniband: [1 InfiniBand, HDR, 1 Ethernet, EDR],
+   net: {bond0: 25000, eth1: 100000}, down: [eth1], types: 2 L40S, link: 20, network: 200, host: 512}
+"""
+
+
+def _each(text: str) -> tuple[str, ...]:
+    """The names in a text such as `2 A100, 1 T4`, each as often as it says."""
+    parts = (part.split() for part in text.split(","))
+    return tuple(name for count, name in parts for _ in range(int(count)))
+
+
+def _machine(keys: dict[str, Any]) -> FakeMachine:
+    ports = iter(keys.pop("infiniband", ()))
+    found: dict[str, Any] = {
+        "types": _each(keys.pop("types")),
+        "cards": tuple(CARDS[name] for name in _each(keys.pop("cards", "0 none"))),
+        "infiniband": tuple(
+            (kind, RATES[rate]) for some, rate in zip(ports, ports, strict=True) for kind in _each(some)
+        ),
+    }
+    found |= {name: keys.pop(name) * GIB for name in ("memory", "limit") if name in keys}
+    lists: dict[str, Any] = {name: tuple(value) for name, value in keys.items() if isinstance(value, list)}
+    return FakeMachine(**(keys | lists | found))
+
+
+MACHINES = {name: _machine(keys) for name, keys in yaml.safe_load(TABLE).items()}
 
 
 def build_tools(machine: FakeMachine, folder: Path) -> None:
@@ -313,7 +197,8 @@ def _write_nvidia_smi(machine: FakeMachine, folder: Path) -> None:
         f"GPU {i}: {name.partition(',')[0]} (UUID: GPU-{i})\n" for i, (name, _) in enumerate(machine.cards)
     ]
     nvlink = "".join(f"GPU {i}: X\n\t Link 0: {machine.nvlink} GB/s\n" for i in range(len(rows)))
-    texts = {"rows": "".join(rows), "list": "".join(listing) + machine.mig, "topo": matrix_text(machine)}
+    listing += [f"  MIG {name}     Device  {i}: (UUID: MIG-{i})\n" for i, name in enumerate(machine.mig)]
+    texts = {"rows": "".join(rows), "list": "".join(listing), "topo": matrix_text(machine)}
     texts |= {"nvlink": nvlink if machine.nvlink else ""}
     for name, text in texts.items():
         (folder / name).write_text(text)
