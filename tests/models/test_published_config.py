@@ -16,52 +16,22 @@ from yuan_train.models.published import Publishing, format_for, format_of
 from yuan_train.models.rotary import rotary_frequencies
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-    "bos_token_id": 128000,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 64, "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0,
+    "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009],
-}
+}  # fmt: skip
 QWEN2: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 151936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "use_sliding_window": False,
-    "use_mrope": False,
+    "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "max_window_layers": 24, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": False, "use_mrope": False,
     "tie_word_embeddings": True,
-}
+}  # fmt: skip
 QWEN3 = QWEN2 | {"model_type": "qwen3", "head_dim": 128, "attention_bias": False, "layer_types": None}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 

@@ -32,18 +32,10 @@ from yuan_train.models.transformer import Transformer, init_weights
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rope_theta": 500.0,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_theta": 500.0,
+    "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
