@@ -25,7 +25,7 @@ settings.register_profile(
 )
 settings.load_profile("yuan")
 
-LONGEST = ("test_gpu_day.py", "test_pages.py", "test_plans.py", "test_tiers.py", "test_lost_ranks.py")
+LONGEST = ("test_gpu_day.py", "test_pages.py", "test_plans.py", "test_move.py", "test_lost_ranks.py")
 """Files whose tests take longest and wait most: begun last, they would leave a core idle at the end."""
 
 

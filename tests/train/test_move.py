@@ -1,7 +1,5 @@
 """Live moves between unlike plans: the bits of save-and-load, and no more bytes than must be sent."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -43,7 +41,7 @@ from yuan_train.train.step import Trainer
 
 EACH = 2
 """Steps under each plan."""
-COMMON = ("validation.every=0", "optimizer.decay_steps=20", "checkpoint.every=1", "log.every=1000")
+COMMON = ("validation.every=0", "optimizer.decay_steps=20", f"checkpoint.every={EACH}", "log.every=1000")
 
 
 @dataclass(frozen=True)
