@@ -1,7 +1,5 @@
 """The ablation: the paper's parameter counts, causality of every form, and a run from end to end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

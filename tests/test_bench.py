@@ -1,7 +1,5 @@
 """tools/bench: rows, records, what is slower than before, and the tables of the docs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """tools/gpu_day.py on the CPU: all checks in tiny sizes; what fails, hangs or crashes ends nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

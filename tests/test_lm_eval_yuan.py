@@ -1,7 +1,5 @@
 """The scorer of the lm-evaluation-harness adapter; tools/check_lm_eval.sh runs the harness itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

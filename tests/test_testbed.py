@@ -1,7 +1,5 @@
 """The mixed testbed: bad input, quotas, and where the machine can have one, nodes made and removed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints written in the background: the same files as synchronous ones, and the same errors."""
 
-from __future__ import annotations
-
 import os
 import resource
 import time

@@ -1,7 +1,5 @@
 """Models by their names on the Hub, with a server on this machine in its place."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The nodes are those of the plan; each has a folder of its own, and what one lacks comes as a message.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import traceback

@@ -1,7 +1,5 @@
 """Per-rank checkpoints of the original code: import and export of any partition, and what is refused."""
 
-from __future__ import annotations
-
 import argparse
 import enum
 import sys

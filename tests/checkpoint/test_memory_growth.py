@@ -1,7 +1,5 @@
 """Resident memory at the first save and at resume, and the bytes that each owner writes. Linux only."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

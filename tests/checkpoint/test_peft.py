@@ -1,7 +1,5 @@
 """Adapters in PEFT's format: what we write, PEFT loads; what it writes, we load; both as the merged model."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Writing and finding checkpoints in one process; under other plans: tests/end_to_end/test_resume.py."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

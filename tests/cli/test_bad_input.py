@@ -1,7 +1,5 @@
 """Bad input: exit code 2, one clear message, no traceback, nothing half-written."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """`discover`: cluster files of twenty machines from what their tools print; hosts by a stand-in for ssh."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

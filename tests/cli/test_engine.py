@@ -1,7 +1,5 @@
 """What the commands say and do about the second engine, without it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

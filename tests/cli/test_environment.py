@@ -1,7 +1,5 @@
 """What a rank's environment gets from `launch`, or under torchrun, and what of the user's stays."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """import-hf, export-hf, and commands on an imported checkpoint: exit codes, logits, greedy tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

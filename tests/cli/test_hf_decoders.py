@@ -1,7 +1,5 @@
 """import-hf, generate, evaluate and export-hf on a Llama with a tokenizer.json and a chat template."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

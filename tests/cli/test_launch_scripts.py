@@ -1,7 +1,5 @@
 """tools/launch: the commands that the scripts print (dry run) or run, with stubs for them."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """plan, simulate, estimate and launch with a run of reinforcement learning."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

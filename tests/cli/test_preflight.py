@@ -1,7 +1,5 @@
 """`doctor` as a preflight: its first line, what is wrong with a machine, and several machines over ssh."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of a run over HTTP: during the run, before its first step, and of a long one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The wheel: built, installed and used from an empty folder, it has what a checkout has by name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The whole files of docs/launch.md: run with stand-ins for other programs, or read as those read them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """A plan in megatron-core's words, or every reason why it has none for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys of files as `yuan-train keys` tells them: all have a meaning, and schemas take our files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A model by whatever names it, in run files and in `--model`: the same model each time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chats as training data: which tokens are answers, in preprocessing, in batches and in preference pairs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

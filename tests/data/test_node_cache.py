@@ -1,7 +1,5 @@
 """Arrays that the processes of a node share: the same samples, written once, wherever there is room."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training an imported model under an uneven plan; fill-in-the-middle and masked losses under any plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line as a user runs it: processes, signals, exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Whatever happens to one rank: all ranks end within seconds, and each one's log names the culprit."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`launch --hosts` and `--slurm`: nodes with unlike numbers of ranks, each in a folder of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

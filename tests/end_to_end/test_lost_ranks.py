@@ -4,8 +4,6 @@ The ranks are started one by one, without a launcher, which would kill them befo
 slow card in the middle makes its neighbours wait for it nearly all the time.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The commands of the guides, as they stand on their pages, one after another."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

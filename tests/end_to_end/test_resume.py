@@ -1,7 +1,5 @@
 """A run that is stopped and resumed, under the same plan or another, gives the same losses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pages are opened in a real browser, as wide as a phone and as a desk: nothing runs out of them."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import struct

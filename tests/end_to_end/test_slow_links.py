@@ -1,7 +1,5 @@
 """Links between nodes: which a plan has, what messages take over them, and which are told to be slow."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

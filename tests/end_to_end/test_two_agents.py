@@ -1,7 +1,5 @@
 """Two agents with unlike numbers of ranks, as on two machines with unlike numbers of cards."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Published sizes against published counts, and any `config.json` of Llama's kind."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """GRPO's bytes in TRL, counted by hand and against the article's twenty cells."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 

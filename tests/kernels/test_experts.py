@@ -1,7 +1,5 @@
 """What experts need: products of groups of rows, the attention router, copies of tokens and their sums."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from yuan_kernels import dispatch, grouped_linear, ops, products, reference, self_test

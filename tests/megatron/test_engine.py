@@ -3,8 +3,6 @@
 Importing megatron-core takes seconds, so each test imports it once, in a process that it then forks.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compiled layers: the values, names and saved bytes of plain ones; one graph for all layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Hashed dropout: its hashes, its gradients, and equal masks under every plan."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

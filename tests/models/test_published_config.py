@@ -1,7 +1,5 @@
 """config.json of Llama and Qwen: what is read from it, what is refused, and what an export writes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ transformers makes each tiny model, all of its weights random, and saves it; wha
 export is compared with what it computes. It runs no code of ours.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import warnings

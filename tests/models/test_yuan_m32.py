@@ -1,7 +1,5 @@
 """Yuan 2.0-M32: golden data of the published class, import and export, and what experts promise."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

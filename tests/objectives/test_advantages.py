@@ -1,7 +1,5 @@
 """The six advantages against closed forms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

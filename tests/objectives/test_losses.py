@@ -1,7 +1,5 @@
 """Losses against TRL's own numbers (`tools/check_trl.sh` makes them), closed forms and gradients."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Activations that leave the card: the same bits as if they had stayed, and no more than may be on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Other models and precisions than those of `test_plans`, under plans that divide each of their parts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How ranks meet, and who is named if one ends meanwhile: several boards of one process, a thread each."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

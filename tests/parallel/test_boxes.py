@@ -1,7 +1,5 @@
 """Runs of flat elements as boxes of global tensors: every element once, at its place."""
 
-from __future__ import annotations
-
 import math
 
 import torch

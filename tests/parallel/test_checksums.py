@@ -1,7 +1,5 @@
 """Sums of bits, by which ranks that hold the same weights compare them: see tests/train/test_recheck.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizer state on the host and on a disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

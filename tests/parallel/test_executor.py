@@ -1,7 +1,5 @@
 """What the executor counts as compute, and the pace of simulated cards. Its steps: see test_streams.py."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """A model with experts under pipelines: the same choices, losses, gradients and weights as one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

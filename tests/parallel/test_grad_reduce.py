@@ -1,7 +1,5 @@
 """Gradient reductions: when they start, in the same order on all ranks; in bf16, and one for all owners."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

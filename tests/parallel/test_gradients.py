@@ -1,7 +1,5 @@
 """The norm of a flat gradient, and what is added to it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

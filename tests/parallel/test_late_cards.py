@@ -1,7 +1,5 @@
 """The whole engine on cards that are late on purpose: the bits of the CPU, and not if a wait is missing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Roles with worlds of their own, weights over a link between unlike plans, and the loss of a rank."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

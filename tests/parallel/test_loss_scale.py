@@ -1,7 +1,5 @@
 """fp16 with a loss scale under several plans against one process: curve, scales, skipped steps, resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

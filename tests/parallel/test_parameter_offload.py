@@ -1,7 +1,5 @@
 """Parameters in pages of the host: the same bits as if they stayed, and no more on the card than may be."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

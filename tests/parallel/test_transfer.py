@@ -1,7 +1,5 @@
 """Slices between unlike plans, in one process: bits, bytes, and tables with a fault."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

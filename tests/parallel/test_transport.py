@@ -1,7 +1,5 @@
 """Transports between two processes over gloo, and sums through a tree; pinned memory and nccl need a card."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """How much optimizer state each rank holds. All ranks are built in one process, without communication."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A profile of a run: with it, what the ranks were seen to compute is what is forecast."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

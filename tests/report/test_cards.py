@@ -1,7 +1,5 @@
 """Of a run that has lost a node: each card with its state, who waits, the rent, plans and their reasons."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Log directories whose files are damaged in any way: what can be shown is shown, the rest is named."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

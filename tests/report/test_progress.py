@@ -1,7 +1,5 @@
 """What is drawn on a terminal while a command works, and nothing anywhere else."""
 
-from __future__ import annotations
-
 import io
 import time
 

@@ -1,7 +1,5 @@
 """Answers of several turns: what an environment says is read and not trained, under any plan the same."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Rows of answers, advantages, and the gradient of a whole batch against autograd on single answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

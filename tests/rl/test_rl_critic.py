@@ -1,7 +1,5 @@
 """PPO's critic: values, advantages and losses against their definitions, under plans, and resumed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hashed draws of tokens: the right distribution, the same on any cut of the vocabulary."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

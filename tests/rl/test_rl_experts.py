@@ -1,7 +1,5 @@
 """Policies with experts: what is trained are the experts that drew, under any plan and with environments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reinforcement learning of adapters: plans, engines apart that are sent adapters alone, the reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation and training under plans, against one process: the same tokens, the same loss and gradient."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

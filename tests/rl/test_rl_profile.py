@@ -1,7 +1,5 @@
 """Profiles of a run of reinforcement learning: measured on this machine, and planned with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts as a file has them and without those that are solved, and a reference that is renewed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from dataclasses import replace

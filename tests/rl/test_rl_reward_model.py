@@ -1,7 +1,5 @@
 """A trained reward model in the loop: its scores, beside functions, under plans, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores of answers in processes of their own: right, wrong, and all that a function may do."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

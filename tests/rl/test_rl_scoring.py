@@ -1,7 +1,5 @@
 """A reference and a reward model on cards of their own: the run of one process, to the bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A teacher: what it adds to advantages, under plans and on cards of its own, and that it teaches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

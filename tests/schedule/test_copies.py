@@ -1,7 +1,5 @@
 """Activations that leave the card: where copies are placed, and what the checker refuses."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The flow of reinforcement learning: complete, bounded in staleness, and free of circles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

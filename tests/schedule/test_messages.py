@@ -1,7 +1,5 @@
 """Where messages stand: no cycle of waits, few buffers, and no time lost by it."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

@@ -1,7 +1,5 @@
 """The flow of reinforcement learning in virtual time, against closed forms."""
 
-from __future__ import annotations
-
 import pytest
 
 from yuan_train.schedule.flow import FlowTimes, play

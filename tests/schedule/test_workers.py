@@ -1,7 +1,5 @@
 """Schedules in which a worker has several stages, or a stage several workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrong requests get 4xx with the reason; nothing crashes or hangs, and good ones are answered afterwards."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """The queue between the web server and the pipelines, and text from tokens, without either of them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A server's limits, its end, its page, and the files it is given."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

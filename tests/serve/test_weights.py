@@ -1,7 +1,5 @@
 """A trainer's requests: other weights for all ranks of a server, and tokens as a trainer needs them."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Whether a move repays itself, whether a fault will not end, and a journal that a crash has cut short."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes that are forked: as a new interpreter's, but for what they have in memory."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

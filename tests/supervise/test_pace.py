@@ -1,7 +1,5 @@
 """Cards that compute at another pace than planned: when that is noticed, and what the lead makes of it."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Agents that are known to be gone, in the store where the others meet."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

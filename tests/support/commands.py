@@ -1,7 +1,5 @@
 """Command lines run in this process; conftest.py makes the last two fixtures of all tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

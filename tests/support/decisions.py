@@ -5,8 +5,6 @@ same choices are the losses of two plans comparable in fp32. A choice is filed u
 sequence in the run, which all plans share, and its layer.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

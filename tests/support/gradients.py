@@ -1,7 +1,5 @@
 """Results and gradients of the forms of an op, against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tiny Llama in Hugging Face format with a byte-level tokenizer.json and a chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

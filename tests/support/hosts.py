@@ -1,7 +1,5 @@
 """Machines that are folders of this one, reached by stand-ins for ssh and Slurm."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The log directory of a supervised run that has lost a node, without a run: its files, whole."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

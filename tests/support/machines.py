@@ -1,7 +1,5 @@
 """Twenty machines as `discover` sees them: what the system's tools print and /sys holds, in their form."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measures the bytes that a forward keeps for its backward, and the most that a call holds at once."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny models of every architecture, for tests that all of them must pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from yuan_train.config.model import ModelConfig, RopeScaling

@@ -1,7 +1,5 @@
 """Machines with networks of their own: Linux network namespaces, each with a link to a bridge. Needs root."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

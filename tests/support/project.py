@@ -1,7 +1,5 @@
 """A small project in a folder: text, tokenizer, token files and a run file. And plans in short form."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

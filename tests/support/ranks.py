@@ -1,7 +1,5 @@
 """Training runs of tests, in several processes or in this one, and their negative controls."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Iterator

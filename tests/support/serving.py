@@ -1,7 +1,5 @@
 """Checkpoints to be served, and servers of them on a free port; servers of the tests' own."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

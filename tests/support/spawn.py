@@ -4,8 +4,6 @@ They are forked from a server process that has imported torch and the trainer: o
 where a new interpreter takes seconds of imports, and finds nothing that another one has left behind.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import multiprocessing

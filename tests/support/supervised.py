@@ -1,7 +1,5 @@
 """Supervised runs on this machine: nodes that are processes, what runs on each, and what is done to them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

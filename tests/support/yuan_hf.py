@@ -1,7 +1,5 @@
 """The small Hugging Face checkpoint `yuan_hf_tiny_a`, and modified copies of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Two ranks that do not run the same job: both end with exit code 2, and say which rank and what differs. And
 which of several looks for the checkpoint to resume from."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import socket

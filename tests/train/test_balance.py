@@ -1,7 +1,5 @@
 """The load of the experts is evened alike under every plan, and a bias goes with the checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

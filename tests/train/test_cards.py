@@ -1,7 +1,5 @@
 """Which card a rank takes, and which it refuses, by what torch would tell of cards that are not here."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial

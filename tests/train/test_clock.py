@@ -1,7 +1,5 @@
 """The clock of the steps, on a device that works behind the host's back; and what a run charges to a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 

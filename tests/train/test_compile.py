@@ -1,7 +1,5 @@
 """Training with compiled layers: the curve and the checkpoint of plain ones; what is refused at the start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

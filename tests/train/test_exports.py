@@ -1,7 +1,5 @@
 """Checkpoints that a run has exported to Hugging Face's format, by a process beside it."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The feed: the samples of the blend, read ahead in a thread, and only what a rank uses."""
 
-from __future__ import annotations
-
 import threading
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Whether a process keeps freed memory, measured by the page faults of allocating again."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

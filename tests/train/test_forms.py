@@ -1,7 +1,5 @@
 """The forms of ops are chosen at build, and are the same where ranks must round alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

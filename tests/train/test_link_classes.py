@@ -1,7 +1,5 @@
 """Links measured by classes of pairs: how many, which, and what the others get."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

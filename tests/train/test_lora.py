@@ -1,7 +1,5 @@
 """Adapters: any plan computes what one process computes; the base stays; checkpoints, merged exports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Profiles measured on this machine: their entries and bytes, never their seconds."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The progress line, metrics.jsonl, and the peak FLOP/s of a plan."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

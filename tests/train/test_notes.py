@@ -1,7 +1,5 @@
 """What a run says at its start of what may not be meant."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The learning-rate schedule, and AdamW on flat buckets against torch's on the parameters themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

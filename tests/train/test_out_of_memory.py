@@ -1,7 +1,5 @@
 """What is said when memory has run out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The cores next to a card, as Linux tells them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Ranks that hold the same weights compare their bits; one that differs is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

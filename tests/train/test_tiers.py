@@ -1,7 +1,5 @@
 """Runs with optimizer state on disks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

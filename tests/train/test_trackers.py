@@ -1,7 +1,5 @@
 """`log.to`: figures in TensorBoard, Weights & Biases, MLflow and Trackio, with the packages, offline."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io
