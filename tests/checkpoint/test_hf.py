@@ -1,7 +1,5 @@
 """Import and export of the published format: bitwise round trips; for what is refused: test_hf_refused.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -189,16 +187,7 @@ def test_the_export_runs_in_transformers(tmp_path: Path, name: str, tolerance: f
     golden = GOLDEN.parent / name
     export = round_trip(golden, tmp_path)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    ran = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "tools" / "check_export.py",
-            export,
-            golden / "expected.safetensors",
-            f"--tolerance={tolerance}",
-        ],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    tool, wanted = ROOT / "tools" / "check_export.py", golden / "expected.safetensors"
+    words = [sys.executable, tool, export, wanted, f"--tolerance={tolerance}"]
+    ran = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,7 +1,5 @@
 """Import and export of the published format: what is refused, and what fuzzed files give."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct
@@ -21,6 +19,12 @@ from yuan_train.config.errors import CheckpointError
 from yuan_train.models.architectures.yuan import model_from_config
 
 Q = "model.layers.0.self_attn.q_proj.weight"
+INV_FREQ = "model.layers.1.self_attn.rotary_emb.inv_freq"
+
+
+def refused(message: str, folder: Path, out: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        import_hf(folder, out)
 
 
 def rename(old: str, new: str) -> Any:
@@ -47,17 +51,13 @@ def spoil(value: float) -> Any:
         (spoil(float("nan")), r"layers\.2\.mlp\.up_proj\.weight: holds values that are not finite"),
         (spoil(float("inf")), "not finite"),
         (swap("lm_head.weight", lambda w: w + 1), "lm_head.weight differs from model.embed_tokens.weight"),
-        (
-            swap("model.layers.1.self_attn.rotary_emb.inv_freq", lambda w: w / 2),
-            "not those of rope_theta 10000",
-        ),
+        (swap(INV_FREQ, lambda w: w / 2), "not those of rope_theta 10000"),
     ],
 )
 @pytest.mark.parametrize("pickled", [False, True])
 def test_tensors_that_do_not_fit(tmp_path: Path, change: Any, message: str, pickled: bool) -> None:
     folder = copy_of(tmp_path / "hf", change=change, pickled=pickled)
-    with pytest.raises(CheckpointError, match=message):
-        import_hf(folder, tmp_path / "out")
+    refused(message, folder, tmp_path / "out")
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
@@ -81,24 +81,19 @@ def test_tensors_that_do_not_fit(tmp_path: Path, change: Any, message: str, pick
     ],
 )
 def test_configs_that_do_not_fit(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        import_hf(copy_of(tmp_path / "hf", config=config), tmp_path / "out")
+    refused(message, copy_of(tmp_path / "hf", config=config), tmp_path / "out")
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        import_hf(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        import_hf(tmp_path, tmp_path / "out")
+    refused("no such directory", tmp_path / "nowhere", tmp_path / "out")
+    refused(r"config\.json: no such file", tmp_path, tmp_path / "out")
     folder = copy_of(tmp_path / "hf", shards=3)
     shard = folder / "model-00002-of-00003.safetensors"
     shard.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="00002-of-00003.safetensors: the shard is missing"):
-        import_hf(folder, tmp_path / "out")
+    refused("00002-of-00003.safetensors: the shard is missing", folder, tmp_path / "out")
     for path in folder.glob("model*"):
         path.unlink()
-    with pytest.raises(CheckpointError, match="no weights: wanted model.safetensors"):
-        import_hf(folder, tmp_path / "out")
+    refused("no weights: wanted model.safetensors", folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +109,7 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_indexes_that_do_not_fit(tmp_path: Path, weight_map: dict[str, Any], message: str) -> None:
     folder = copy_of(tmp_path / "hf")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=message):
-        import_hf(folder, tmp_path / "out")
+    refused(message, folder, tmp_path / "out")
 
 
 def wrong_length(content: bytes) -> bytes:
@@ -147,8 +141,7 @@ def test_truncated_and_corrupt_safetensors(tmp_path: Path, damage: Any) -> None:
     folder = copy_of(tmp_path / "hf")
     path = folder / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CheckpointError, match="torn, or no safetensors file"):
-        import_hf(folder, tmp_path / "out")
+    refused("torn, or no safetensors file", folder, tmp_path / "out")
 
 
 def import_or_refuse(folder: Path, out: Path) -> None:
@@ -204,8 +197,7 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, legacy: bool) -> None:
     path = folder / "pytorch_model.bin"
     content = torch.load(path, weights_only=True) | {"extra": Evil(tmp_path / "ran")}
     torch.save(content, path, _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(CheckpointError, match="nothing in it was run"):
-        import_hf(folder, tmp_path / "out")
+    refused("nothing in it was run", folder, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
 
 
@@ -218,8 +210,7 @@ def test_truncated_and_corrupt_pickles(
     monkeypatch.chdir(tmp_path)
     folder = copy_of(tmp_path / "hf", pickled=True)
     (folder / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(CheckpointError, match="torn, or holds more than tensors"):
-        import_hf(folder, tmp_path / "out")
+    refused("torn, or holds more than tensors", folder, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
 
 
@@ -234,14 +225,12 @@ def test_a_pickle_with_more_than_tensors_is_refused(tmp_path: Path) -> None:
     folder = copy_of(tmp_path / "hf", pickled=True)
     for content, message in (([1], "holds list"), ({"a": 1}, "'a' is int")):
         torch.save(content, folder / "pytorch_model.bin")
-        with pytest.raises(CheckpointError, match=message):
-            import_hf(folder, tmp_path / "out")
+        refused(message, folder, tmp_path / "out")
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     import_hf(GOLDEN, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds checkpoints already"):
-        import_hf(GOLDEN, tmp_path / "out")
+    refused("holds checkpoints already", GOLDEN, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     checkpoint = find_checkpoint(tmp_path / "out")

@@ -67,10 +67,8 @@ def test_what_the_second_engine_would_run(
     assert "optimizer step: TransformerEngine's FusedAdam" in text
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     assert main(["doctor", "--verbose"]) == 0
-    assert (
-        "pip install -e '.[megatron]' in the checkout"
-        in capsys.readouterr().out.partition("engine: megatron\n")[2]
-    )
+    words = "pip install -e '.[megatron]' in the checkout"
+    assert words in capsys.readouterr().out.partition("engine: megatron\n")[2]
 
 
 def test_as_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`estimate`: named models, configs and model files, the article's table, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.estimate.test_shape import TINY
+from tests.support.cases import table
 from tests.support.commands import Ask, Refuse
 from yuan_train.cli.main import main
 from yuan_train.config.devices import CATALOGUE
@@ -88,12 +87,8 @@ def test_a_critic_and_a_reward_model(estimate: Any) -> None:
 
 def test_all_methods_of_a_model(estimate: Any) -> None:
     found = estimate("--model", "Llama-3.2-1B", "--card", "RTX-4090")
-    assert [(cell["method"], cell["fits"]) for cell in found["cells"]] == [
-        ("full", False),
-        ("adam8", True),
-        ("adam8+recompute", True),
-        ("lora", True),
-    ]
+    wanted = [("full", False), ("adam8", True), ("adam8+recompute", True), ("lora", True)]
+    assert [(cell["method"], cell["fits"]) for cell in found["cells"]] == wanted
 
 
 def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,30 +104,28 @@ def test_text_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no one change makes it fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "no --model; wanted a name"),
-        ("--model Qwen2.5-9B --method full", "no such file or model; did you mean 'Qwen2.5-"),
-        ("--model Qwen2.5-7B --method fulll", "invalid choice: 'fulll'"),
-        ("--model Qwen2.5-7B --group 0", "'0': wanted a whole number from 1"),
-        ("--model Qwen2.5-7B --new -3", "wanted a whole number|expected one argument"),
-        ("--model Qwen2.5-7B --prompt 99999999999999999999", "wanted a whole number from 1"),
-        ("--model Qwen2.5-7B --card H100", "no such card; did you mean H100-80G, H100-PCIe or H100-NVL"),
-        ("--model Qwen2.5-7B --largest new", "without --method; add one of full"),
-        ("--model Qwen2.5-7B --engine yuan --method adam8", "has no 8-bit Adam; wanted full or lora"),
-        ("--model configs/model/yuan2-m32.yaml --method lora", "a model with experts has no adapters yet"),
-        ("--model configs/model/yuan2-2b.yaml --engine trl-0.14", "a localized filter.*--engine yuan"),
-        ("--model configs/model/yuan2-m32.yaml --engine trl-0.14", "a mixture of experts"),
-        ("--model configs/cluster/laptop.yaml", "laptop.yaml: a cluster file; wanted a model file, a name"),
-        (
-            "--model Qwen/Qwen9-1B",
-            "no such file or model.* yuan-train import-hf Qwen/Qwen9-1B --out runs/Qwen9-1B",
-        ),
-        ("--model Qwen2.5-7B --engine trl-0.14 --algorithm ppo", "without a critic or a reward model"),
-    ],
-)
+@table(r"""
+arguments | message
+--model Qwen2.5-9B --method full | no such file or model; did you mean 'Qwen2.5-
+--model Qwen2.5-7B --method fulll | invalid choice: 'fulll'
+--model Qwen2.5-7B --group 0 | '0': wanted a whole number from 1
+--model Qwen2.5-7B --new -3 | wanted a whole number|expected one argument
+--model Qwen2.5-7B --prompt 99999999999999999999 | wanted a whole number from 1
+--model Qwen2.5-7B --card H100 | no such card; did you mean H100-80G, H100-PCIe or H100-NVL
+--model Qwen2.5-7B --largest new | without --method; add one of full
+--model Qwen2.5-7B --engine yuan --method adam8 | has no 8-bit Adam; wanted full or lora
+--model configs/model/yuan2-m32.yaml --method lora | a model with experts has no adapters yet
+--model configs/model/yuan2-2b.yaml --engine trl-0.14 | a localized filter.*--engine yuan
+--model configs/model/yuan2-m32.yaml --engine trl-0.14 | a mixture of experts
+--model configs/cluster/laptop.yaml | laptop.yaml: a cluster file; wanted a model file, a name
+--model Qwen/Qwen9-1B | no such file or model.* yuan-train import-hf Qwen/Qwen9-1B --out runs/Qwen9-1B
+--model Qwen2.5-7B --engine trl-0.14 --algorithm ppo | without a critic or a reward model
+""")
 def test_refused(arguments: str, message: str, refuse: Refuse) -> None:
     said = refuse("estimate", *arguments.split())
     (error,) = (line for line in said.splitlines() if line.startswith("error: "))
     assert re.search(message, error), error
+
+
+def test_no_model_is_refused(refuse: Refuse) -> None:
+    assert "error: no --model; wanted a name" in refuse("estimate")

@@ -1,7 +1,5 @@
 """Machines by name: hostfiles and --hosts, which node each is, files that they lack, one end for all."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -238,10 +236,8 @@ def test_what_machines_lack_is_said_before_anything_starts(
     assert launch(machines, "--hosts", "a,b", "--rendezvous", "127.0.0.1") == 2
     said = capsys.readouterr().err
     for name in "ab":
-        assert (
-            f"error: {name}: no run.yaml, corpus.bin, corpus.idx, tokenizer/tokenizer.model, plan.yaml"
-            in said
-        )
+        words = f"error: {name}: no run.yaml, corpus.bin, corpus.idx, tokenizer/tokenizer.model, plan.yaml"
+        assert words in said
     assert "or give --copy" in said and not machines.folder("a").exists()
     for hosts, answer in (
         ("x,lost", "lost: ssh: connect to host lost"),

@@ -1,7 +1,5 @@
 """`yuan-train init`: each file is valid as it is written, and trains after what its comments say."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -85,24 +83,14 @@ def test_each_run_trains_after_what_its_comments_say(folder: Path, tmp_path: Pat
     """One after another: SFT and what follows begin with the checkpoint of the run before."""
     tokenizer = str(folder / "tokenizer")
     pretrained, tuned = str(tmp_path / "pretrain/checkpoints"), str(tmp_path / "sft/checkpoints")
+    model, texts, chats = (str(folder / name) for name in ("model.yaml", "texts", "chats"))
+    pairs, prompts = (str(folder / f"{name}.jsonl") for name in ("pairs", "prompts"))
+    begun = {"runs/sft/checkpoints": tuned, "runs/imported": tokenizer}
     values: dict[str, dict[str, str]] = {
-        "pretrain": {
-            "qwen2.5-0.5b": str(folder / "model.yaml"),
-            "data/corpus": str(folder / "texts"),
-            "data/tokenizer": tokenizer,
-        },
-        "sft": {"runs/imported": pretrained, "data/chats": str(folder / "chats")},
-        "dpo": {
-            "runs/sft/checkpoints": tuned,
-            "data/pairs.jsonl": str(folder / "pairs.jsonl"),
-            "runs/imported": tokenizer,
-        },
-        "grpo": {
-            "runs/sft/checkpoints": tuned,
-            "data/prompts.jsonl": str(folder / "prompts.jsonl"),
-            "runs/imported": tokenizer,
-            "{name: number, weight: 1.0}": "{name: exact, weight: 1.0}",
-        },
+        "pretrain": {"qwen2.5-0.5b": model, "data/corpus": texts, "data/tokenizer": tokenizer},
+        "sft": {"runs/imported": pretrained, "data/chats": chats},
+        "dpo": {"data/pairs.jsonl": pairs, **begun},
+        "grpo": {"data/prompts.jsonl": prompts, "{name: number,": "{name: exact,", **begun},
     }
     smaller = {
         "pretrain": ("train.global_batch_size=4", "data.sequence_length=64"),

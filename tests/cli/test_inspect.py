@@ -49,11 +49,8 @@ def test_a_model_with_experts(inspect: Any) -> None:
 def test_a_run_of_reinforcement_learning(inspect: Any) -> None:
     code, facts, _ = inspect("configs/run/rl-tiny.yaml")
     assert code == 0 and facts["kind"] == "run"
-    assert (facts["algorithm"], facts["samples_per_step"], facts["rewards"]) == (
-        "grpo",
-        512,
-        ["right", "ends"],
-    )
+    wanted = ("grpo", 512, ["right", "ends"])
+    assert (facts["algorithm"], facts["samples_per_step"], facts["rewards"]) == wanted
 
 
 def test_a_run(inspect: Any) -> None:

@@ -1,13 +1,11 @@
 """Wrong inputs as people make them: where, what came, what was wanted, what to do; exit code 2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
+from tests.support.cases import table
 from tests.support.commands import Refuse
-from tests.support.tables import table
 
 FILES = {
     "cluster.yaml": """name: mine

@@ -1,7 +1,5 @@
 """`yuan-train show`: log directories of all kinds of runs, as text and as a page that fits a phone."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -12,6 +10,7 @@ import pytest
 import yaml
 
 from tests.support.commands import Ask, Refuse
+from tests.support.logs import OF_RL
 from tests.support.project import make_plan, make_project, run_config, with_forecast, write_lines
 from yuan_train.cli.main import main
 from yuan_train.config.load import dump
@@ -20,17 +19,9 @@ from yuan_train.report.html import round_ticks
 
 
 def step(i: int, **more: Any) -> dict[str, Any]:
-    return {
-        "step": i,
-        "loss": 8.0 - 0.1 * i,
-        "grad_norm": 1.0,
-        "tokens": 100 * i,
-        "tokens_per_second": 200.0,
-        "mfu": 0.25,
-        "step_seconds": 9.0 if i < 4 else 0.5,
-        "forecast_step_seconds": 0.4,
-        **more,
-    }
+    seconds = {"step_seconds": 9.0 if i < 4 else 0.5, "forecast_step_seconds": 0.4}
+    speed = {"tokens": 100 * i, "tokens_per_second": 200.0, "mfu": 0.25}
+    return {"step": i, "loss": 8.0 - 0.1 * i, "grad_norm": 1.0, **speed, **seconds, **more}
 
 
 def write_log(folder: Path, lines: list[dict[str, Any]], config: str = "") -> Path:
@@ -102,15 +93,7 @@ def pages(log: Path, tmp_path: Path) -> dict[str, Path]:
     pairs = yaml.safe_load((log / "config.yaml").read_text()) | {"objective": {"kind": "dpo"}}
     answers = yaml.safe_load((log / "config.yaml").read_text())
     answers["data"]["loss_on_answers"] = True
-    of_rl = {
-        "reward": 0.5,
-        "rewards": {"exact": 0.5, "format": 0.1},
-        "answer_tokens": {"mean": 12.0, "max": 20},
-        "entropy_estimate": 1.0,
-        "kl": 0.01,
-        "generation_seconds": 0.2,
-        "evaluation": None,
-    }
+    of_rl = OF_RL | {"rewards": {"exact": 0.5, "format": 0.1}, "evaluation": None}
     rl = [step(i, **of_rl) for i in range(1, 30)]
     rl[10]["evaluation"] = {"pass_1": 0.25}
     logs = {

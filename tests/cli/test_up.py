@@ -1,7 +1,5 @@
 """`up`: which commands it types, what it makes of names of models and data, and what it keeps."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -12,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.cases import table
 from tests.support.commands import Refuse
 from tests.support.hosts import Machines
 from tests.support.project import MODEL, WORDS
-from tests.support.tables import table
 from yuan_train.cli import up
 from yuan_train.cli.main import main
 from yuan_train.cli.up import find_aim, run_text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.cases import table
 from yuan_train.config.cluster import (
     CardCount,
     Cluster,
@@ -113,11 +113,8 @@ LISTED = "name: c\nnodes:\n  - {name: a, devices: [{type: rtx 4090, count: 2}, {
 
 def test_a_node_lists_cards_of_several_types(tmp_path: Path) -> None:
     cluster = load(tmp_path, LISTED)
-    assert [(card.name, card.type) for card in cluster.cards] == [
-        ("a/0", "RTX-4090"),
-        ("a/1", "RTX-4090"),
-        ("a/2", "RTX-3090"),
-    ]
+    wanted = [("a/0", "RTX-4090"), ("a/1", "RTX-4090"), ("a/2", "RTX-3090")]
+    assert [(card.name, card.type) for card in cluster.cards] == wanted
     assert build(parse_document(dump(cluster), name="f"), Cluster, validate=validate_cluster) == cluster
     # A list of one type is that type's number of cards.
     same = load(tmp_path, LISTED.replace("RTX-3090", "RTX 4090")).nodes[0]

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel.test_grid import run_of
+from tests.support.cases import table
 from tests.support.models import tiny_model
 from tests.support.project import parse_plan, stage_text
-from tests.support.tables import table
 from yuan_train.config.errors import PlanError
 from yuan_train.config.load import build, dump, parse_document
 from yuan_train.config.model import ModelConfig

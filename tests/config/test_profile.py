@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.cases import table
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import as_plain
 from yuan_train.config.profile import Profile, load_profile

@@ -52,43 +52,37 @@ def test_defaults_that_follow_from_others() -> None:
     assert kept.correction("sync") == "decoupled"
 
 
+FAULTS = """
+algorithm.group=1 | algorithm.group: 1: advantage group compares
+algorithm.updates=3 | train.prompts_per_step: 32 groups do not divide into 3 updates
+algorithm.kl={coefficient: 0.1, estimator: k1} | algorithm.kl.estimator: k1 in the loss
+schedule={mode: sync, staleness: 2} | schedule.staleness: 2, but in sync mode
+generation.weights=in_flight | generation.weights: in_flight, but in sync mode
+generation.max_new_tokens=100 |
+generation.max_new_tokens: 100 tokens after a prompt of 3 (data.max_prompt_tokens), but the model
+generation.stop_ids=[12] | generation.stop_ids: 12 is no token
+model.hidden_dropout=0.1 | model.hidden_dropout: 0.1
+reward.clip=[1, 0] | reward.clip: wanted [smallest, largest]
+reward.functions=[{name: regex, pattern: a}, {python: b}, {name: exact, python: 'c.py:d'}, {name: format}] |
+reward.functions[0]: pattern 'a' has no group
+reward.functions[1]: python: wanted
+reward.functions[2]: wanted one of name
+reward.functions[3]: format needs a pattern
+optimizer.minimum_learning_rate=1 | optimizer.minimum_learning_rate: greater
+evaluation.samples=4 | evaluation.samples: 4 answers
+train.compile=true | train.compile
+"""
+"""Overrides, each with what is said of it; of one with several faults these follow."""
+
+
 def test_every_fault_at_once() -> None:
-    found = refusal(
-        "algorithm.group=1",
-        "algorithm.updates=3",
-        "algorithm.kl={coefficient: 0.1, estimator: k1}",
-        "schedule={mode: sync, staleness: 2}",
-        "generation.weights=in_flight",
-        "generation.max_new_tokens=100",
-        "generation.stop_ids=[12]",
-        "model.hidden_dropout=0.1",
-        "reward.clip=[1, 0]",
-        "reward.functions=[{name: regex, pattern: a}, {python: b}, {name: exact, python: 'c.py:d'}, "
-        "{name: format}]",
-        "optimizer.minimum_learning_rate=1",
-        "evaluation.samples=4",
-        "train.compile=true",
-    )
-    for part in (
-        "algorithm.group: 1: advantage group compares",
-        "train.prompts_per_step: 32 groups do not divide into 3 updates",
-        "algorithm.kl.estimator: k1 in the loss",
-        "schedule.staleness: 2, but in sync mode",
-        "generation.weights: in_flight, but in sync mode",
-        "generation.max_new_tokens: 100 tokens after a prompt of 3 (data.max_prompt_tokens), but the model",
-        "generation.stop_ids: 12 is no token",
-        "model.hidden_dropout: 0.1",
-        "reward.clip: wanted [smallest, largest]",
-        "reward.functions[0]: pattern 'a' has no group",
-        "reward.functions[1]: python: wanted",
-        "reward.functions[2]: wanted one of name",
-        "reward.functions[3]: format needs a pattern",
-        "optimizer.minimum_learning_rate: greater",
-        "evaluation.samples: 4 answers",
-        "train.compile",
-    ):
+    lines = FAULTS.strip().splitlines()
+    overrides = [line.partition(" |")[0] for line in lines if " |" in line]
+    parts = [part for line in lines if (part := line.rpartition(" |")[2].strip())]
+    found = refusal(*overrides)
+    for part in parts:
         assert any(part in line for line in found), (part, found)
-    assert len(found) == 16
+    assert (len(overrides), len(parts), len(found)) == (13, 16, 16)
 
 
 @pytest.mark.parametrize(

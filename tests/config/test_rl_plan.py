@@ -1,7 +1,5 @@
 """Every constraint on an RL plan, with its message; and the commands that know such a plan."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,12 +65,8 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_ranks_run_role_by_role() -> None:
     assert APART.role_ranks == {"policy": range(0, 2), "generation": range(2, 4)}
-    assert [(entry.rank, entry.device) for entry in APART.ranks] == [
-        (0, "a/0"),
-        (1, "a/1"),
-        (2, "a/2"),
-        (3, "b/0"),
-    ]
+    wanted = [(0, "a/0"), (1, "a/1"), (2, "a/2"), (3, "b/0")]
+    assert [(entry.rank, entry.device) for entry in APART.ranks] == wanted
     assert (APART.world_size, SHARED.world_size) == (4, 2)
     assert APART.engine_shares == (0.25, 0.75)
     assert with_generation(shares=None).engine_shares == (0.5, 0.5)

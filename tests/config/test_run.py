@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tables import table
+from tests.support.cases import table
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.load import build, dump, parse_document

@@ -53,11 +53,8 @@ def test_one_sample_per_line(tmp_path: Path, tokenizer: Path) -> None:
     records = tmp_path / "records.jsonl"
     records.write_text(json.dumps({"text": "x<n>y<sep>z"}) + "\n")
     done = preprocess([lines, records], tokenizer, tmp_path / "corpus", DocumentFormat(convention="yuan"))
-    assert texts_of(tmp_path / "corpus", tokenizer) == [
-        "q<sep>a\nb<eod>",
-        "plain <s> text<eod>",
-        "x\ny<sep>z<eod>",
-    ]
+    wanted = ["q<sep>a\nb<eod>", "plain <s> text<eod>", "x\ny<sep>z<eod>"]
+    assert texts_of(tmp_path / "corpus", tokenizer) == wanted
     assert (done.documents, done.empty) == (3, 2)
     preprocess([records], tokenizer, tmp_path / "plain")
     assert texts_of(tmp_path / "plain", tokenizer) == ["x<n>y<sep>z<eod>"]

@@ -45,11 +45,8 @@ def test_documents_in_the_order_of_the_inputs(tmp_path: Path, tokenizer: Path) -
     blank = tmp_path / "d.txt"
     blank.touch()
     done = preprocess([lines, foreign, whole, blank], tokenizer, tmp_path / "corpus")
-    assert read_texts(tmp_path / "corpus", tokenizer) == [
-        "one <eod>",
-        "two\n\tlines",
-        "def f():\r\n    pass\n",
-    ]
+    wanted = ["one <eod>", "two\n\tlines", "def f():\r\n    pass\n"]
+    assert read_texts(tmp_path / "corpus", tokenizer) == wanted
     assert (done.documents, done.empty, done.undecodable) == (3, 2, (str(foreign),))
     assert done.tokens == IndexedDataset(tmp_path / "corpus").num_tokens
     assert (done.dtype, done.bin_bytes) == ("uint16", 2 * done.tokens)

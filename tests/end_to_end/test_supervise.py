@@ -1,7 +1,5 @@
 """Runs that outlive their nodes: killed ones, ones that come back, faults that repeat."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -97,11 +95,8 @@ def test_a_lead_that_is_cut_off_comes_back_in(project: Path, alone: Curve, tmp_p
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=SECONDS) == 0
     found = entries(tmp_path)
-    assert [(e.event, e.nodes) for e in found[:3]] == [
-        ("started", ["a", "b"]),
-        ("moved", ["b"]),
-        ("moved", ["a", "b"]),
-    ]
+    wanted = [("started", ["a", "b"]), ("moved", ["b"]), ("moved", ["a", "b"])]
+    assert [(e.event, e.nodes) for e in found[:3]] == wanted
     assert found[1].reason.startswith("a went; ") and found[2].reason.startswith("a came: ")
     lines = read_metrics(tmp_path / "log")
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))

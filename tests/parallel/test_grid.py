@@ -1,7 +1,5 @@
 """Rank coordinates, edges, buckets: every rank and every unit occurs once. No process is started."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -56,14 +54,8 @@ def test_owners_of_different_widths_share_slices() -> None:
     # Widths 2 and 3 need six slices; a rank of the first owner holds three of them, one of the second two.
     bucket = Bucket(("layers.0",), ((0, 1), (2, 3, 4)))
     assert bucket.num_slices == 6
-    assert [list(bucket.slices_of(rank)) for rank in range(6)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [],
-    ]
+    wanted = [[0, 1, 2], [3, 4, 5], [0, 1], [2, 3], [4, 5], []]
+    assert [list(bucket.slices_of(rank)) for rank in range(6)] == wanted
     assert [bucket.slice_group(i) for i in range(6)] == [(0, 2), (0, 2), (0, 3), (1, 3), (1, 4), (1, 4)]
 
 
@@ -111,11 +103,8 @@ def test_experts_are_cut_where_any_pipeline_divides_them() -> None:
     run = replace(run, model=mixture)
     text, counts = "1x1: 1@0,1 / 1x1: 1@2,3,4 / 1x1: 1@5", [(5, 3), (0, 7, 1), None]
     buckets = [b for b in Grid(parse_plan(run, text, experts=counts)).buckets if "experts" in b.units[0]]
-    assert [(b.experts, b.owners) for b in buckets] == [
-        ((0, 5), ((0,), (3,), (5,))),
-        ((5, 7), ((1,), (3,), (5,))),
-        ((7, 8), ((1,), (4,), (5,))),
-    ]
+    wanted = [((0, 5), ((0,), (3,), (5,))), ((5, 7), ((1,), (3,), (5,))), ((7, 8), ((1,), (4,), (5,)))]
+    assert [(b.experts, b.owners) for b in buckets] == wanted
     # Divided alike, a rank's experts are one bucket, and one that has none is in none.
     alike = parse_plan(run, "1x1: 1@0,1 / 1x2: 1@2,3", experts=[(8, 0), (8, 0)])
     buckets = [b for b in Grid(alike).buckets if "experts" in b.units[0]]

@@ -1,13 +1,12 @@
 """Every kind of plan against one process: losses, gradient norms and weights, with negative controls."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,77 +19,46 @@ from yuan_train.config.run import RunConfig
 from yuan_train.parallel.grid import Grid
 
 # In the short form of `parse_plan`.
-PLANS: dict[str, dict] = {
-    "wide, narrow, wide": {"text": "1x8: 2@0,1 | 2@2 | 2@3,4"},
-    "one, then two replicas": {"text": "1x8: 3@0 | 3@1;2"},
-    "two wide replicas": {"text": "1x8: 3@0,1;2,3 | 3@4"},
-    "pipelines of different widths": {"text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5"},
-    "empty first and last stages": {"text": "1x8: 0@0 | 6@1,2 | 0@3"},
-    "an empty stage between": {"text": "1x8: 3@0 | 0@1 | 3@2"},
-    "replicas beside another pipeline": {
-        "text": "1x4: 3@0;1 | 3@2 / 2x2: 6@3",
-        "schedule": "gpipe",
-        "optimizer_sharding": True,
-    },
-    "fewer micro-batches than stages": {"text": "4x2: 1@0 | 2@1 | 2@2 | 1@3"},
-    "two zero-bubble pipelines in Vs": {
-        "text": "1x5: 1@0 | 2@1 | 2@1 | 1@0 / 1x3: 2@2 | 1@3 | 1@3 | 2@2",
-        "schedule": "zero_bubble",
-    },
-    "sharded state of different widths": {
-        "text": "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5",
-        "optimizer_sharding": True,
-    },
-    "unequal shares of replicas": {
-        "text": "1x8: 3@0;1 | 3@2",
-        "optimizer_sharding": True,
-        "optimizer_share": [1, 4],
-    },
-    "unequal shares of mixed pipelines": {
-        "text": "1x4: 4@0 | 2@1 / 2x2: 6@2",
-        "optimizer_sharding": True,
-        "optimizer_share": [1, 0.001, 5],
-    },
-    # Of one worker there are two stages, of another one.
-    "tokens divided": {
-        "text": "1x4: 2.5@0,1 selective | 3.5@2 / 2x2: 1@3,4 full:1 | 2@5 | 3@3,4",
-        "schedule": "interleaved_1f1b",
-        "sequence_parallel": True,
-        "optimizer_sharding": True,
-    },
-    "tokens divided, zero bubble": {
-        "text": "1x8: 2@0,1 selective:1 | 4@2,3",
-        "schedule": "zero_bubble",
-        "sequence_parallel": True,
-    },
-    "tokens divided, activations on hosts": {
-        "text": "1x8: 2@0,1 selective:1 | 4@2,3",
-        "sequence_parallel": True,
-        "activation_offload": [2, 3],
-        "resident_parts": [4, 6],
-    },
-    "half layers beside whole ones": {
-        "text": "1x4: 2.5@0,1 | 3.5@2 / 1x4: 3@3 | 0.5@4 | 2.5@5",
-        "optimizer_sharding": True,
-        "optimizer_share": [1, 3, 7, 1, 2],
-    },
-    "half layers, virtual stages": {
-        "text": "1x8: 0.5@0 | 0.5@1 | 1.5@0 | 1@1 selective | 2@0 full:1 | 0.5@1",
-        "schedule": "interleaved_1f1b",
-    },
-    "half layers, zero bubble": {"text": "1x8: 1.5@0 | 2@1 | 1.5@1 | 1@0", "schedule": "zero_bubble"},
-    "deeper warm-up, replicas": {"text": "1x8: 2@0 | 2@1;2 | 2@3", "in_flight": [5, 5, 2]},
-    "shallower warm-up": {"text": "1x8: 2@0 | 3@1 | 1@2", "in_flight": [2, 1, None]},
-    "recompute of all kinds": {"text": "1x8: 2@0,1 selective | 3@2;3 full:2 | 1@4"},
-    "recompute of all kinds, interleaved": {
-        "text": "1x8: 1@0 selective | 2@1 full:1 | 1@2 | 1@0 | 1@1 full | 0@2 selective",
-        "schedule": "interleaved_1f1b",
-    },
-    "recompute of all kinds, zero bubble": {
-        "text": "1x8: 1@0,1 selective | 2@2 full:1 | 2@2 selective:1 | 1@0,1",
-        "schedule": "zero_bubble",
-    },
-}
+PLANS: dict[str, dict[str, Any]] = yaml.safe_load("""
+wide, narrow, wide: {text: "1x8: 2@0,1 | 2@2 | 2@3,4"}
+one, then two replicas: {text: "1x8: 3@0 | 3@1;2"}
+two wide replicas: {text: "1x8: 3@0,1;2,3 | 3@4"}
+pipelines of different widths: {text: "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5"}
+empty first and last stages: {text: "1x8: 0@0 | 6@1,2 | 0@3"}
+an empty stage between: {text: "1x8: 3@0 | 0@1 | 3@2"}
+replicas beside another pipeline:
+  {text: "1x4: 3@0;1 | 3@2 / 2x2: 6@3", schedule: gpipe, optimizer_sharding: true}
+fewer micro-batches than stages: {text: "4x2: 1@0 | 2@1 | 2@2 | 1@3"}
+two zero-bubble pipelines in Vs:
+  {text: "1x5: 1@0 | 2@1 | 2@1 | 1@0 / 1x3: 2@2 | 1@3 | 1@3 | 2@2", schedule: zero_bubble}
+sharded state of different widths: {text: "1x4: 2@0,1 | 4@2 / 1x4: 3@3 | 3@4,5", optimizer_sharding: true}
+unequal shares of replicas: {text: "1x8: 3@0;1 | 3@2", optimizer_sharding: true, optimizer_share: [1, 4]}
+unequal shares of mixed pipelines:
+  {text: "1x4: 4@0 | 2@1 / 2x2: 6@2", optimizer_sharding: true, optimizer_share: [1, 0.001, 5]}
+# Of one worker there are two stages, of another one.
+tokens divided:
+  {text: "1x4: 2.5@0,1 selective | 3.5@2 / 2x2: 1@3,4 full:1 | 2@5 | 3@3,4", schedule: interleaved_1f1b,
+   sequence_parallel: true, optimizer_sharding: true}
+tokens divided, zero bubble:
+  {text: "1x8: 2@0,1 selective:1 | 4@2,3", schedule: zero_bubble, sequence_parallel: true}
+tokens divided, activations on hosts:
+  {text: "1x8: 2@0,1 selective:1 | 4@2,3", sequence_parallel: true, activation_offload: [2, 3],
+   resident_parts: [4, 6]}
+half layers beside whole ones:
+  {text: "1x4: 2.5@0,1 | 3.5@2 / 1x4: 3@3 | 0.5@4 | 2.5@5", optimizer_sharding: true,
+   optimizer_share: [1, 3, 7, 1, 2]}
+half layers, virtual stages:
+  {text: "1x8: 0.5@0 | 0.5@1 | 1.5@0 | 1@1 selective | 2@0 full:1 | 0.5@1", schedule: interleaved_1f1b}
+half layers, zero bubble: {text: "1x8: 1.5@0 | 2@1 | 1.5@1 | 1@0", schedule: zero_bubble}
+deeper warm-up, replicas: {text: "1x8: 2@0 | 2@1;2 | 2@3", in_flight: [5, 5, 2]}
+shallower warm-up: {text: "1x8: 2@0 | 3@1 | 1@2", in_flight: [2, 1, null]}
+recompute of all kinds: {text: "1x8: 2@0,1 selective | 3@2;3 full:2 | 1@4"}
+recompute of all kinds, interleaved:
+  {text: "1x8: 1@0 selective | 2@1 full:1 | 1@2 | 1@0 | 1@1 full | 0@2 selective",
+   schedule: interleaved_1f1b}
+recompute of all kinds, zero bubble:
+  {text: "1x8: 1@0,1 selective | 2@2 full:1 | 2@2 selective:1 | 1@0,1", schedule: zero_bubble}
+""")
 FP32_TOO = ("wide, narrow, wide", "tokens divided")
 """The second has state that is shared, both kinds of recompute, and stages of several workers."""
 STEPS = 2
@@ -101,15 +69,9 @@ TOLERANCE = {"fp32": 1e-5, "fp64": 1e-12}
 
 def overrides(precision: str, folder: Path | None = None) -> tuple[str, ...]:
     saves = (f"checkpoint.directory={folder}",) if folder else ()
+    steps = (f"train.steps={STEPS}", f"validation.every={STEPS}")
     # One bucket a layer: many reductions inside each last backward.
-    buckets = "optimizer.bucket_size=1"
-    return (
-        f"train.precision={precision}",
-        f"train.steps={STEPS}",
-        f"validation.every={STEPS}",
-        buckets,
-        *saves,
-    )
+    return (f"train.precision={precision}", *steps, "optimizer.bucket_size=1", *saves)
 
 
 Alone = tuple[list[dict[str, Any]], dict[str, torch.Tensor]]
@@ -251,44 +213,31 @@ def test_a_checkpoint_of_one_plan_loads_under_others(run_file: Path, tmp_path: P
     # Saved with uneven stages, the first two ranks wide, and sharded state; loaded under other plans.
     steps = ("train.precision=fp64", "optimizer.decay_steps=20", "validation.every=0")
     run = run_config(run_file, *steps)
-    first = parse_plan(
-        run,
-        "1x4: 1@0,1 | 2@2 | 2@3 | 1@4 / 1x4: 3@5 | 3@6",
-        optimizer_sharding=True,
-        optimizer_share=[1, 2, 3, 1, 1, 4],
-        optimizer_offload=[0, 0, 0.7, 0, 1, 0.2],
-    )
+    shares = {"optimizer_share": [1, 2, 3, 1, 1, 4], "optimizer_offload": [0, 0, 0.7, 0, 1, 0.2]}
+    text = "1x4: 1@0,1 | 2@2 | 2@3 | 1@4 / 1x4: 3@5 | 3@6"
+    first = parse_plan(run, text, optimizer_sharding=True, **shares)
     saved = (*steps, "train.steps=2", f"checkpoint.directory={tmp_path / 'ck'}")
     run_cases([Case(run_file, tmp_path / "first", first, saved)])
     curve = run_alone(Case(run_file, tmp_path / "alone", None, (*steps, "train.steps=4")))
+    shares = {"optimizer_share": [1, 1, 9], "optimizer_offload": [0, 0.5, 0.25]}
     others = {
         "two stages": parse_plan(run, "1x8: 2@0 | 4@1"),
         "another width": parse_plan(run, "1x8: 2@0 | 4@1,2", optimizer_sharding=True),
-        "other shares": parse_plan(
-            run,
-            "1x4: 4@0,1 | 2@2 / 1x4: 6@3",
-            optimizer_sharding=True,
-            optimizer_share=[1, 1, 9],
-            optimizer_offload=[0, 0.5, 0.25],
-        ),
+        "other shares": parse_plan(run, "1x4: 4@0,1 | 2@2 / 1x4: 6@3", optimizer_sharding=True, **shares),
         "a V": parse_plan(run, "1x8: 1@0 | 2@1 | 2@1 | 1@0", schedule="zero_bubble"),
     }
     resumed = (*steps, f"checkpoint.resume={tmp_path / 'ck'}")
-    unstepped = [
-        # Loaded and saved again without a step, no bit may change.
-        Case(
-            run_file,
-            tmp_path / f"{name} still",
-            plan,
-            (*resumed, "train.steps=2", f"checkpoint.directory={tmp_path / f'{name} still ck'}"),
-        )
-        for name, plan in others.items()
-    ]
+
+    def still(name: str) -> Case:
+        """Loaded and saved again without a step, no bit may change."""
+        again = ("train.steps=2", f"checkpoint.directory={tmp_path / f'{name} still ck'}")
+        return Case(run_file, tmp_path / f"{name} still", others[name], (*resumed, *again))
+
     continued = [
         Case(run_file, tmp_path / name, others[name], (*resumed, "train.steps=4"))
         for name in ("other shares", "a V")
     ]
-    run_cases([*unstepped, *continued])
+    run_cases([*map(still, others), *continued])
     for case in continued:
         lines = read_metrics(case.folder)
         assert [line["step"] for line in lines] == [3, 4], case.folder.name

@@ -236,9 +236,7 @@ PLANS = {
     "replicas 1 2 1": make_plan("1f1b", "1x8: 2@0 | 2@1;2 | 2@3"),
     "two pipelines": make_plan("1f1b", f"1x8: {THREE} / 1x5: {PAIR}"),
     "three pipelines": make_plan(
-        "1f1b",
-        "1x3: 6@0 / 1x8: 3@1 | 3@2;3 / 1x4: 2@4 | 2@5 | 2@6",
-        (None, None, None, 4, 3, 1),
+        "1f1b", "1x3: 6@0 / 1x8: 3@1 | 3@2;3 / 1x4: 2@4 | 2@5 | 2@6", (None, None, None, 4, 3, 1)
     ),
     "two interleaved": make_plan("interleaved_1f1b", f"1x6: {LOOP} / 1x4: 1@3 | 1@4 | 1@3 | 1@4 | 1@3 | 1@4"),
     "two of zero bubble": make_plan("zero_bubble", f"1x8: {V} / 1x5: {PAIR}"),

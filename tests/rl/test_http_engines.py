@@ -1,7 +1,5 @@
 """Servers over HTTP as engines: with our own a run loses nothing; others may be odd."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -73,33 +71,18 @@ def test_sync_and_async_runs_beside_two_servers(tmp_path: Path) -> None:
     run = load_rl(path, FP32)
     with served(run.model, tmp_path, 2, "--slots", "4") as servers:
         urls = [server.url.rstrip("/") for server in servers]
-        common = (
-            *FP32,
-            roles(urls, run.model.name, tokens_per_second=[3, 1]),
-            "train.steps=3",
-            f"data.evaluation={tmp_path / 'prompts.jsonl'}",
-            "evaluation.every=1",
-        )
+        measured = (f"data.evaluation={tmp_path / 'prompts.jsonl'}", "evaluation.every=1")
+        common = (*FP32, roles(urls, run.model.name, tokens_per_second=[3, 1]), "train.steps=3", *measured)
         uneven = parse_plan(policy_run(run), "2x2: 1@0,1 | 3@2 / 2x2: 4@3")
-        cases = [
-            RLCase(
-                path,
-                tmp_path / name,
-                plan,
-                (*common, f"checkpoint.directory={tmp_path / name / 'ck'}", *more),
-            )
-            for name, plan, more in (
-                ("sync", None, ()),
-                ("async", None, ("schedule={mode: async, staleness: 2}",)),
-                ("planned", uneven, ("schedule={mode: async}",)),
-            )
-        ]
-        run_rl(cases[0])
-        check(cases[0].folder, [0, 0, 0], urls, run.model.name)
-        run_rl(cases[1])
-        check(cases[1].folder, [0, 1, 2], urls, run.model.name)
-        run_rl_cases(cases[2:])
-        check(cases[2].folder, [0, 1, 1], urls, run.model.name)
+        for name, plan, ages, more in (
+            ("sync", None, [0, 0, 0], ()),
+            ("async", None, [0, 1, 2], ("schedule={mode: async, staleness: 2}",)),
+            ("planned", uneven, [0, 1, 1], ("schedule={mode: async}",)),
+        ):
+            folder = tmp_path / name
+            overrides = (*common, f"checkpoint.directory={folder / 'ck'}", *more)
+            run_rl_cases([RLCase(path, folder, plan, overrides)])
+            check(folder, ages, urls, run.model.name)
     curve = read_lines(tmp_path / "sync")
     assert max(line["log_prob_gap"]["max"] for line in curve) < 1e-4
     assert [line["clipped"] for line in curve] == [0.0] * 3
@@ -147,12 +130,7 @@ def test_a_server_that_is_killed_in_mid_batch_loses_nothing(
     as a run of the one that is left; when that is lost too, the run ends naming it."""
     path = write_rl(tmp_path, generation={"max_new_tokens": 40, "stop_ids": [1]})
     run = load_rl(path, FP32)
-    few = (
-        *FP32,
-        "train.steps=2",
-        "train.prompts_per_step=4",
-        "train.micro_batch_size=4",
-    )
+    few = (*FP32, "train.steps=2", "train.prompts_per_step=4", "train.micro_batch_size=4")
     with served(run.model, tmp_path, 2, "--slots", "2") as servers:
         urls = [server.url.rstrip("/") for server in servers]
         killer = threading.Thread(target=kill_at_work, args=(servers[0],))
@@ -301,9 +279,8 @@ def test_the_weights_are_those_that_an_export_writes(
     found = load_file(tmp_path / "log" / "weights" / "weights-00000002" / "model.safetensors")
     exported = export_hf(find_checkpoint(tmp_path / "ck"), tmp_path / "hf")
     wanted = load_file(Path(exported.path) / "model.safetensors")
-    assert {name: weight.dtype for name, weight in found.items()} == {
-        name: weight.dtype for name, weight in wanted.items()
-    }
+    assert found.keys() == wanted.keys()
+    assert all(found[name].dtype == wanted[name].dtype for name in wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     first = load_file(tmp_path / "log" / "weights" / "weights-00000001" / "model.safetensors")
     assert not all(torch.equal(found[name], first[name]) for name in wanted)
@@ -400,15 +377,8 @@ def test_all_ranks_end_with_what_a_server_did(tmp_path: Path) -> None:
             (gone, 2, f"roles.generation.http: {gone}/v1/models: cannot be reached"),
             (fake.url, 1, f"{fake.url}/v1/completions: wanted finite log-probabilities"),
         ):
-            words = [
-                "rl",
-                "--config",
-                path,
-                "--plan",
-                plan,
-                roles([url], "test"),
-                f"log.directory={tmp_path}",
-            ]
+            words = ["rl", "--config", path, "--plan", plan]
+            words += [roles([url], "test"), f"log.directory={tmp_path}"]
             with start_ranks(words, tmp_path, 2) as ranks:
                 for rank in ranks:
                     code, said = rank.wait(within_seconds=60)
@@ -500,13 +470,10 @@ def test_a_plan_counts_on_the_tokens_of_servers(tmp_path: Path, capsys: pytest.C
     with faking() as fake, faking() as other:
         urls = [fake.url, other.url]
         servers = roles(urls, "test"), roles(urls, "test", tokens_per_second=[0.6, 0.2])
-        found = [
-            _planned(capsys, *given, one, "--cluster", str(cluster), "--out", str(plan)) for one in servers
-        ]
-        assert [(one["mode"], one["placement"]) for one in found] == [
-            ("sync", "shared"),
-            ("async", "servers"),
-        ]
+        out = ("--cluster", str(cluster), "--out", str(plan))
+        found = [_planned(capsys, *given, one, *out) for one in servers]
+        wanted = [("sync", "shared"), ("async", "servers")]
+        assert [(one["mode"], one["placement"]) for one in found] == wanted
         # 2 prompts of 4 answers of up to 5 tokens, of which the first server gets both.
         assert found[1]["engines"] == [
             {"tokens_per_second": 0.6, "share": pytest.approx(0.75)},

@@ -1,7 +1,5 @@
 """A run in one process: what is drawn, trained, learned, logged, refused, and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -63,19 +61,11 @@ def test_slots_and_chunks_change_no_token(
 ) -> None:
     """Four slots for 24 answers, which take turns; prompts read one token at a time; rows packed or not."""
     plenty = drawn(project, tmp_path / "plenty", monkeypatch)
-    few = drawn(
-        project,
-        tmp_path / "few",
-        monkeypatch,
-        "generation.slots=4",
-        "generation.prefill_chunk=1",
-        "train.pack=false",
-    )
+    changes = ("generation.slots=4", "generation.prefill_chunk=1", "train.pack=false")
+    few = drawn(project, tmp_path / "few", monkeypatch, *changes)
     assert len({len(sample.ids) for sample in plenty}) > 2, "answers of unlike lengths"
-    assert [(s.ticket, s.number, s.ids, s.ended) for s in few] == [
-        (s.ticket, s.number, s.ids, s.ended) for s in plenty
-    ]
     for one, other in zip(few, plenty, strict=True):
+        assert replace(one, log_probs=()) == replace(other, log_probs=())
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-12)
     for found, expected in zip(read_lines(tmp_path / "few"), read_lines(tmp_path / "plenty"), strict=True):
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-10)
@@ -128,15 +118,10 @@ def test_draw_and_trainer_are_each_near_fp64(
 
 def test_aipo_is_the_clipped_loss_where_nothing_is_old(project: Path, tmp_path: Path) -> None:
     names = ("none", "aipo", "decoupled")
-    norms = {
-        name: run_rl(
-            RLCase(project, tmp_path / name, None, (f"algorithm.correction={name}", "train.steps=1"))
-        )[0]["grad_norm"]
-        for name in names
-    }
-    assert norms["none"] > 0.1
-    assert norms["aipo"] == pytest.approx(norms["none"], rel=1e-6)
-    assert norms["decoupled"] == pytest.approx(norms["none"], rel=1e-6)
+    changes = {name: (f"algorithm.correction={name}", "train.steps=1") for name in names}
+    lines = {name: run_rl(RLCase(project, tmp_path / name, None, changes[name])) for name in names}
+    norms = {name: line["grad_norm"] for name, (line,) in lines.items()}
+    assert norms["none"] > 0.1 and norms == pytest.approx(dict.fromkeys(names, norms["none"]), rel=1e-6)
 
 
 def test_what_is_measured_is_of_all_updates_of_a_batch(project: Path, tmp_path: Path) -> None:
@@ -162,12 +147,8 @@ def test_a_run_whose_prompts_are_chats(project: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "chats.jsonl"
     turns = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "answer": n} for n in range(4)]
     prompts.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
-    chats = (
-        f"data.tokenizer={tmp_path}",
-        f"data.prompts=[{{file: {prompts}}}]",
-        "data.max_prompt_tokens=120",
-    )
-    longer = ("model.vocab_size=260", "model.max_sequence_length=128")
+    chats = (f"data.tokenizer={tmp_path}", f"data.prompts=[{{file: {prompts}}}]")
+    longer = ("data.max_prompt_tokens=120", "model.vocab_size=260", "model.max_sequence_length=128")
     lines = run_rl(RLCase(project, tmp_path / "log", None, (*chats, *longer)))
     assert [line["step"] for line in lines] == [1, 2] and all(line["grad_norm"] > 0 for line in lines)
     asked = {sample["prompt"] for sample in read_lines(tmp_path / "log", "samples.jsonl")}
@@ -192,14 +173,8 @@ def test_nothing_is_learned_of_equal_rewards(project: Path, tmp_path: Path) -> N
     assert [line["groups_zero_variance"] for line in lines] == [2, 2]
     assert lines[0]["loss"] == 0 and lines[0]["ratio_mean"] is None
     with pytest.raises(TrainingError, match=r"step 1: 0 of 2 groups after 4 prompts .*4 had equal rewards"):
-        run_rl(
-            RLCase(
-                project,
-                tmp_path / "f",
-                None,
-                (same, "algorithm.filter=zero_variance", "algorithm.max_refill=2"),
-            )
-        )
+        refilled = (same, "algorithm.filter=zero_variance", "algorithm.max_refill=2")
+        run_rl(RLCase(project, tmp_path / "f", None, refilled))
 
 
 def test_groups_that_fail_are_replaced_and_counted(project: Path, tmp_path: Path) -> None:
@@ -227,13 +202,8 @@ def test_evaluation_and_files(project: Path, tmp_path: Path) -> None:
 def test_killed_and_resumed_it_is_the_same_run(project: Path, tmp_path: Path) -> None:
     """SIGKILL at some moment, then on; with a reference, two updates a batch, and failing groups."""
     function = f"[{{python: '{project.parent / 'rewards.py'}:evenness'}}]"
-    overrides = (
-        "train.steps=4",
-        "algorithm.updates=2",
-        "algorithm.kl={coefficient: 0.05}",
-        f"reward.functions={function}",
-        "checkpoint.every=1",
-    )
+    steps = ("train.steps=4", "algorithm.updates=2", "checkpoint.every=1")
+    overrides = (*steps, "algorithm.kl={coefficient: 0.05}", f"reward.functions={function}")
 
     def case(name: str) -> RLCase:
         directory = f"checkpoint.directory={tmp_path / name / 'checkpoints'}"

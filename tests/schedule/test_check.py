@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.tables import table
+from tests.support.cases import table
 from yuan_train.schedule.check import check_schedule
 from yuan_train.schedule.messages import with_messages
 from yuan_train.schedule.schedules import gpipe, make_schedule, one_forward_one_backward
@@ -100,10 +100,8 @@ def test_a_receive_posted_too_late() -> None:
 
 def test_a_send_before_its_result() -> None:
     schedule = moved(SCHEDULE, Step("send_activation", 0, 1), before=Step("forward", 0, 1))
-    assert (
-        "send activation of micro-batch 1 on stage 0 comes before the forward whose result it sends"
-        in faults(schedule)
-    )
+    words = "send activation of micro-batch 1 on stage 0 comes before the forward whose result it sends"
+    assert words in faults(schedule)
 
 
 @pytest.mark.parametrize(("kind", "stage"), [("receive_activation", 0), ("receive_gradient", 2)])

@@ -29,11 +29,8 @@ def compute(program: RankProgram) -> list[str]:
 def test_one_forward_one_backward_by_hand() -> None:
     # Three stages, four micro-batches: warm-up of 2, 1 and 0 forwards.
     schedule = one_forward_one_backward(workers=one_worker_each(3), num_micro_batches=4)
-    assert [" ".join(compute(program)) for program in schedule] == [
-        "F0 F1 F2 B0 F3 B1 B2 B3",
-        "F0 F1 B0 F2 B1 F3 B2 B3",
-        "F0 B0 F1 B1 F2 B2 F3 B3",
-    ]
+    wanted = ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    assert [" ".join(compute(program)) for program in schedule] == wanted
 
 
 def test_messages_by_hand() -> None:
@@ -108,11 +105,8 @@ def test_a_stage_that_holds_fewer_than_the_next_deadlocks() -> None:
 
 def test_evaluation_has_only_forwards() -> None:
     schedule = forward_only(workers=one_worker_each(2), num_micro_batches=2)
-    assert {step.kind for program in schedule for step in program} == {
-        "forward",
-        "send_activation",
-        "receive_activation",
-    }
+    wanted = {"forward", "send_activation", "receive_activation"}
+    assert {step.kind for program in schedule for step in program} == wanted
 
 
 def test_an_unknown_schedule() -> None:

@@ -44,12 +44,8 @@ def test_a_trace_file_has_the_events_that_perfetto_reads():
 def test_every_step_appears_once_and_none_overlap_on_a_thread():
     boxes = [event for event in events_of(tracks()) if event["ph"] == "X"]
     # 2 stages * 3 micro-batches * (forward, backward), and 3 messages each way.
-    assert Counter(box["cat"] for box in boxes) == {
-        "forward": 6,
-        "backward": 6,
-        "send_activation": 3,
-        "send_gradient": 3,
-    }
+    wanted = {"forward": 6, "backward": 6, "send_activation": 3, "send_gradient": 3}
+    assert Counter(box["cat"] for box in boxes) == wanted
     for thread in {(box["pid"], box["tid"]) for box in boxes}:
         own = sorted((b["ts"], b["ts"] + b["dur"]) for b in boxes if (b["pid"], b["tid"]) == thread)
         assert all(a[1] <= b[0] for a, b in pairwise(own))

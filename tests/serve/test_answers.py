@@ -1,7 +1,5 @@
 """The real `openai` client gets what `yuan-train generate` writes, token by token, under any plan."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -29,14 +27,7 @@ PLANS = {
     "two pipelines": ("1x3: 4@0 / 1x1: 1@1 | 3@2", 3),
 }
 EOD = 257
-PROMPTS: list[list[int]] = [
-    [65, 66, 67],
-    [100],
-    [1, 2, EOD, 3, 4, 5],
-    [*range(10, 90)],
-    [EOD, 7, 7],
-    [30] * 20,
-]
+PROMPTS = [[65, 66, 67], [100], [1, 2, EOD, 3, 4, 5], [*range(10, 90)], [EOD, 7, 7], [30] * 20]
 """Of unlike lengths; some hold the end of a document, after which positions begin anew."""
 GENERATED: dict[tuple[Any, ...], list[int]] = {}
 
@@ -78,6 +69,14 @@ def client(server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}v1", api_key="none", max_retries=0)
 
 
+def complete(client: Any, prompt: Any, max_tokens: int, **options: Any) -> Any:
+    """What the server answers to a prompt, with the ids of its tokens."""
+    more = {"return_token_ids": True} | {key: options.pop(key) for key in ("top_k",) if key in options}
+    return client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=max_tokens, extra_body=more, **options
+    )
+
+
 def documents_of(trained: TrainedModel) -> DocumentRules:
     return DocumentRules(eod_id=trained.eod_id, **trained.resets)
 
@@ -96,12 +95,7 @@ def test_completions(client: Any, trained: TrainedModel) -> None:
     """Greedy and sampled, all at once."""
 
     def ask(case: tuple[list[int], dict[str, Any]]) -> tuple[list[int], str]:
-        prompt, options = case
-        extra = {"return_token_ids": True} | {key: options[key] for key in ("top_k",) if key in options}
-        known = {key: value for key, value in options.items() if key != "top_k"}
-        found = client.completions.create(
-            model=NAME, prompt=prompt, max_tokens=16, extra_body=extra, **known
-        ).choices[0]
+        found = complete(client, case[0], 16, **case[1]).choices[0]
         return found.token_ids, found.text
 
     kinds: list[dict[str, Any]] = [
@@ -122,16 +116,8 @@ def test_completions(client: Any, trained: TrainedModel) -> None:
 def test_a_stream_is_the_whole_in_pieces(client: Any, trained: TrainedModel) -> None:
     options = {"temperature": 1.0, "seed": 5}
     ids = expected(trained, PROMPTS[0], max_new_tokens=40, **options)
-    stream = client.completions.create(
-        model=NAME,
-        prompt=PROMPTS[0],
-        max_tokens=40,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"return_token_ids": True},
-        **options,
-    )
-    chunks = list(stream)
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(complete(client, PROMPTS[0], 40, **more, **options))
     told = [choice for chunk in chunks for choice in chunk.choices]
     assert trained.tokenizer is not None
     assert "".join(choice.text for choice in told) == trained.tokenizer.decode(ids)
@@ -155,18 +141,11 @@ def test_chats(client: Any, trained: TrainedModel) -> None:
     prompt = tokenizer.encode(render_chat(tokenizer, plain), special=True)  # type: ignore[arg-type]
     for options in ({"temperature": 0}, {"temperature": 0.9, "seed": 8}):
         ids = expected(trained, prompt, max_new_tokens=20, **options)
-        whole = client.chat.completions.create(
-            model=NAME,
-            messages=messages,
-            max_completion_tokens=20,
-            extra_body={"return_token_ids": True},
-            **options,
-        )
+        more = {"max_completion_tokens": 20, "extra_body": {"return_token_ids": True}} | options
+        whole = client.chat.completions.create(model=NAME, messages=messages, **more)
         choice = whole.choices[0]
-        assert choice.token_ids == ids
-        assert choice.prompt_token_ids == prompt
-        assert choice.message.content == tokenizer.decode(ids)
-        assert choice.message.role == "assistant"
+        assert (choice.token_ids, choice.prompt_token_ids) == (ids, prompt)
+        assert (choice.message.content, choice.message.role) == (tokenizer.decode(ids), "assistant")
         assert whole.usage.prompt_tokens == len(prompt)
         stream = client.chat.completions.create(
             model=NAME, messages=messages, max_tokens=20, stream=True, **options
@@ -182,41 +161,28 @@ def test_the_command_writes_the_same(client: Any, checkpoint: Path, ask: Ask) ->
     for kind in ([], ["--chat"]):
         words = ["--prompt", "say it", "--max-new-tokens", "12", "--temperature", "0.7", "--seed", "2"]
         told = ask("generate", "--checkpoint", checkpoint, *words, *kind)
-        options = {"max_tokens": 12, "temperature": 0.7, "seed": 2, "extra_body": {"return_token_ids": True}}
+        options = {"temperature": 0.7, "seed": 2}
         if kind:
+            more = {"max_tokens": 12, "extra_body": {"return_token_ids": True}} | options
             asked = [{"role": "user", "content": "say it"}]
-            choice = client.chat.completions.create(model=NAME, messages=asked, **options).choices[0]
+            choice = client.chat.completions.create(model=NAME, messages=asked, **more).choices[0]
             text = choice.message.content
         else:
-            choice = client.completions.create(model=NAME, prompt="say it", **options).choices[0]
+            choice = complete(client, "say it", 12, **options).choices[0]
             text = choice.text
-        assert choice.prompt_token_ids == told["prompt_ids"]
-        assert choice.token_ids == told["new_ids"]
-        assert text == told["text"]
+        found = {"prompt_ids": choice.prompt_token_ids, "new_ids": choice.token_ids, "text": text}
+        assert found == {key: told[key] for key in found}
 
 
 def test_several_answers_have_seeds_of_their_own(client: Any, trained: TrainedModel) -> None:
     """As the rows of `generate_batch`: a prompt's answers after each other."""
-    found = client.completions.create(
-        model=NAME,
-        prompt=[PROMPTS[0], PROMPTS[3]],
-        n=3,
-        max_tokens=10,
-        seed=20,
-        extra_body={"return_token_ids": True},
-    )
+    found = complete(client, [PROMPTS[0], PROMPTS[3]], 10, n=3, seed=20)
     assert [choice.index for choice in found.choices] == [*range(6)]
     for place, prompt in enumerate((PROMPTS[0], PROMPTS[3])):
         rows: list[list[int]] = [[], [], []]
-        batch = generate_batch(
-            trained.model,
-            [prompt] * 3,
-            max_new_tokens=10,
-            seed=20 + 3 * place,
-            documents=documents_of(trained),
-            stop_ids=trained.stop_ids,
-        )
-        for tokens in batch:
+        options = {"documents": documents_of(trained), "stop_ids": trained.stop_ids}
+        seed = 20 + 3 * place
+        for tokens in generate_batch(trained.model, [prompt] * 3, max_new_tokens=10, seed=seed, **options):
             for row, token in zip(rows, tokens, strict=True):
                 row += [] if token is None else [token]
         assert [choice.token_ids for choice in found.choices[3 * place : 3 * place + 3]] == rows
@@ -239,10 +205,7 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_it(client: Any, trained: Tra
 def test_log_probabilities(client: Any, trained: TrainedModel) -> None:
     import torch
 
-    options = {"model": NAME, "max_tokens": 6, "temperature": 0}
-    found = client.completions.create(
-        **options, prompt=PROMPTS[0], logprobs=3, extra_body={"return_token_ids": True}
-    ).choices[0]
+    found = complete(client, PROMPTS[0], 6, temperature=0, logprobs=3).choices[0]
     with torch.no_grad():
         hidden = trained.model(torch.tensor([[*PROMPTS[0], *found.token_ids]]))
         wanted = trained.model.logits(hidden)[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
@@ -250,9 +213,9 @@ def test_log_probabilities(client: Any, trained: TrainedModel) -> None:
         assert found.logprobs.token_logprobs[place] == pytest.approx(float(wanted[place, one]), abs=1e-4)
         best = max(found.logprobs.top_logprobs[place].values())
         assert best == pytest.approx(float(wanted[place].max()), abs=1e-4)
-    chat = client.chat.completions.create(
-        **options, messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2
-    ).choices[0]
+    options = {"max_tokens": 6, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    asked = [{"role": "user", "content": "a"}]
+    chat = client.chat.completions.create(model=NAME, messages=asked, **options).choices[0]
     assert len(chat.logprobs.content) == 6
     for entry in chat.logprobs.content:
         assert entry.logprob == entry.top_logprobs[0].logprob
@@ -268,15 +231,8 @@ def test_64_streams_at_once_lose_nothing(client: Any, trained: TrainedModel) -> 
 
     def ask(number: int) -> list[int]:
         together.wait()
-        stream = client.completions.create(
-            model=NAME,
-            prompt=prompts[number],
-            max_tokens=6 + number % 12,
-            temperature=0.8,
-            seed=number,
-            stream=True,
-            extra_body={"return_token_ids": True},
-        )
+        options = {"temperature": 0.8, "seed": number, "stream": True}
+        stream = complete(client, prompts[number], 6 + number % 12, **options)
         return [one for chunk in stream for choice in chunk.choices for one in choice.token_ids]
 
     with ThreadPoolExecutor(64) as pool:

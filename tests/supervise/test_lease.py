@@ -1,7 +1,5 @@
 """Ranks of a node that is cut off from the others end before these go on without it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time
@@ -56,10 +54,7 @@ def code_of(ranks: Ranks) -> int | None:
 
 @pytest.mark.parametrize(
     ("seconds", "is_deaf", "ended_by"),
-    [
-        (CUT_SECONDS + 0.1, False, signal.SIGTERM),
-        (LEASE_SECONDS + 0.1, True, signal.SIGKILL),
-    ],
+    [(CUT_SECONDS + 0.1, False, signal.SIGTERM), (LEASE_SECONDS + 0.1, True, signal.SIGKILL)],
 )
 def test_ranks_that_are_cut_off_save_or_are_killed(
     tmp_path: Path, seconds: float, is_deaf: bool, ended_by: int

@@ -1,7 +1,5 @@
 """Runs of reinforcement learning of tests: a tiny model, drawn prompts, a reward of the tokens alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -61,13 +59,8 @@ def write_rl(folder: Path, **changes: Any) -> Path:
             "timeout": "120 s",
         },
         "algorithm": {"name": "grpo", "group": 4},
-        "train": {
-            "steps": 2,
-            "prompts_per_step": 2,
-            "micro_batch_size": 2,
-            "precision": "fp64",
-            "device": "cpu",
-        },
+        "train": {"steps": 2, "prompts_per_step": 2, "micro_batch_size": 2}
+        | {"precision": "fp64", "device": "cpu"},
         "optimizer": {"learning_rate": 3e-3, "schedule": "constant"},
     }
     path = folder / "run.yaml"

@@ -1,7 +1,5 @@
 """Preference training and reward models under the engine: the loss does not depend on the plan."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -18,7 +16,7 @@ from yuan_train.config.errors import CheckpointError, ConfigError, PlanError
 from yuan_train.config.plan_constraints import check_plan_of_run
 from yuan_train.config.run import load_run
 
-PAIRS = 13
+PAIRS, FP64 = 13, {"precision": "fp64", "device": "cpu"}
 PLAN = "2x3: 1@0 | 3@1,2 / 2x1: 4@3"
 """Two pipelines with unlike shares: one layer, then three on a tensor-parallel pair; and a card alone."""
 DPO = "objective={kind: dpo, beta: 0.3, smoothing: 0.1}"
@@ -39,13 +37,7 @@ def write_run(folder: Path, **changes: Any) -> Path:
     run = {
         "model": MODEL | {"num_layers": 4, "vocab_size": 64},
         "data": {"pairs": str(folder / "pairs.jsonl"), "sequence_length": 16},
-        "train": {
-            "steps": 4,
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "precision": "fp64",
-            "device": "cpu",
-        },
+        "train": {"steps": 4, "global_batch_size": 8, "micro_batch_size": 2} | FP64,
         "optimizer": {"learning_rate": 3e-3, "warmup_steps": 0},
     }
     path = folder / "run.yaml"
@@ -116,14 +108,8 @@ def test_resume_start_and_judge(project: Path, tmp_path: Path, ask: Ask, refuse:
     before, after = (np.load(tmp_path / name / "reference.npy") for name in ("half", "again"))
     assert abs(after - before).max() > 1e-3
 
-    learned = run(
-        "reward",
-        REWARD,
-        start,
-        "train.steps=20",
-        "optimizer.learning_rate=0.02",
-        f"checkpoint.directory={tmp_path / 'scores'}",
-    )
+    more = ("train.steps=20", "optimizer.learning_rate=0.02", f"checkpoint.directory={tmp_path / 'scores'}")
+    learned = run("reward", REWARD, start, *more)
     assert learned[0]["loss"] == pytest.approx(np.log(1 + np.exp(0.1)), abs=0.3)
     assert learned[-1]["loss"] < 0.1 and learned[-1]["accuracy"] == 1
     pairs = project.parent / "pairs.jsonl"

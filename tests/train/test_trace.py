@@ -1,7 +1,5 @@
 """A traced run of three processes, its merged file, and what cannot be merged."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
@@ -38,16 +36,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_file = make_project(folder, model={"num_layers": 3})
     plan = parse_plan(run_config(run_file), "1x4: 1@0 | 2@1 / 1x4: 3@2", optimizer_sharding=True)
     changes = ("train.steps=5", "validation.every=3", TRACE)
-    run_cases(
-        [
-            Case(
-                run_file,
-                folder / "log",
-                with_forecast(plan, seconds=[(2e-3, 3e-3)], step_seconds=1000.0),
-                changes,
-            )
-        ]
-    )
+    plan = with_forecast(plan, seconds=[(2e-3, 3e-3)], step_seconds=1000.0)
+    run_cases([Case(run_file, folder / "log", plan, changes)])
     return folder / "log"
 
 

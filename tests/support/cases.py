@@ -1,7 +1,5 @@
 """Cases of a test as lines of a table: what people write, and what they are told."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
