@@ -29,7 +29,7 @@ MORE_PARAMETERS = {
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
     "checkpoint": (7, 2983),  # which one a run begins with, which train asked
-    "cli": (29, 7410),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "cli": (29, 7409),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (15, 6435),  # signals, of seven commands; experts that a rank holds, asked of a plan
     "data": (9, 3074),
     "estimate": (4, 1023),  # What `estimate` counts left the planner, which does not ask for it.
@@ -39,7 +39,7 @@ ROOMS = {
     "models": (17, 3476),
     "objectives": (2, 196),
     "parallel": (19, 7520),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (43, 11878),  # servers that draw answers; hosts beside many cards, and memory for islands
+    "planner": (42, 11860),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1401),
     "report": (5, 1729),  # cards with their state, plans over time, logs that grow
     "rl": (18, 7244),  # environments of what servers draw: a request a turn

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from yuan_train.config.rl import RLConfig
     from yuan_train.config.run import RunConfig
     from yuan_train.planner.costs.plan_problem import PlanProblem
-    from yuan_train.planner.report.terminal import Answer
+    from yuan_train.planner.report.plan import Answer
     from yuan_train.planner.search.search_result import SearchResult
     from yuan_train.planner.search.what_if import Largest, Rent
 
@@ -100,9 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     profile = read_profiles(arguments.profile, cluster)
 
     from yuan_train.cli.main import working
-    from yuan_train.planner.report import terminal as words
-    from yuan_train.planner.report.page import plan_html, plan_picture
-    from yuan_train.planner.report.terminal import plan_json
+    from yuan_train.planner.report import plan as words
+    from yuan_train.planner.report.plan import plan_html, plan_json, plan_picture
     from yuan_train.planner.search.what_if import explain_plan
 
     problem = problem_of(run_config, cluster, profile)
@@ -162,7 +161,7 @@ def _print_plan(
 ) -> None:
     """The plan as text; with `--emit` its cut alone."""
     from yuan_train.config.express import to_blocks, to_layout
-    from yuan_train.planner.report.terminal import plan_table
+    from yuan_train.planner.report.plan import plan_table
 
     if arguments.emit:
         for pipeline in result.best.plan.pipelines:
@@ -178,7 +177,7 @@ def _find_answer(
     result: SearchResult, problem: PlanProblem, run_config: RunConfig, arguments: argparse.Namespace
 ) -> Answer:
     """The figures that a person asks for; where cards lack bf16, plans in the other precision as well."""
-    from yuan_train.planner.report.terminal import find_answer
+    from yuan_train.planner.report.plan import find_answer
     from yuan_train.planner.search.what_if import other_precision
 
     other = None
@@ -191,7 +190,7 @@ def _find_answer(
 
 def _answer_lines(answer: Answer, arguments: argparse.Namespace) -> list[str]:
     """The answer in words, with the commands that measure and that come next."""
-    from yuan_train.planner.report.terminal import answer_lines
+    from yuan_train.planner.report.plan import answer_lines
 
     names = {"--model": arguments.model, "--config": arguments.config, "--cluster": arguments.cluster}
     given = shlex.join([*(word for pair in names.items() if pair[1] for word in pair), *arguments.overrides])

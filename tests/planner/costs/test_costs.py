@@ -21,7 +21,7 @@ from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile, make_costs
 from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan, edge_flows
-from yuan_train.planner.report.terminal import layer_words
+from yuan_train.planner.report.plan import layer_words
 from yuan_train.planner.search.shapes import Shape, make_plan
 from yuan_train.schedule.schedules import in_flight, make_schedule, peak_in_flight
 from yuan_train.schedule.step import one_worker_each

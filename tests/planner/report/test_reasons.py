@@ -12,7 +12,7 @@ from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.report.terminal import (
+from yuan_train.planner.report.plan import (
     bound_values,
     bound_words,
     differences,

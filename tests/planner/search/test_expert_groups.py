@@ -24,8 +24,7 @@ from yuan_train.parallel.grid import Grid
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.report.page import plan_html
-from yuan_train.planner.report.terminal import plan_json, plan_table
+from yuan_train.planner.report.plan import plan_html, plan_json, plan_table
 from yuan_train.planner.search.expert_groups import count_experts
 from yuan_train.planner.search.search import search_plan
 

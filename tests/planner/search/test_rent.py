@@ -8,7 +8,7 @@ from tests.planner.search.test_search import MODEL, NETWORK, card, problem
 from yuan_train.config.cluster import Cluster, NodeGroup
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.report.terminal import change_lines, rent_lines
+from yuan_train.planner.report.plan import change_lines, rent_lines
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.what_if import explain_plan, rent_plan, with_nodes
 

@@ -22,8 +22,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.report.page import plan_html
-from yuan_train.planner.report.terminal import layer_list, plan_json, plan_table
+from yuan_train.planner.report.plan import layer_list, plan_html, plan_json, plan_table
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.search_result import SearchResult, with_forecast
 

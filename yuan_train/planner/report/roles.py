@@ -16,7 +16,7 @@ from yuan_train.config.load import as_plain, dump
 from yuan_train.config.plan import node_of
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
-from yuan_train.planner.report.terminal import estimated_words, rent_words, values_of
+from yuan_train.planner.report.plan import estimated_words, rent_words, values_of
 from yuan_train.planner.roles.engines import EnginePlan, Generation
 from yuan_train.planner.roles.placement import Placement, RolesProblem
 from yuan_train.planner.roles.search import RolesResult
