@@ -39,7 +39,7 @@ ROOMS = {
     "models": (17, 3476),
     "objectives": (2, 196),
     "parallel": (19, 7520),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (42, 11860),  # servers that draw answers; hosts beside many cards, and memory for islands
+    "planner": (42, 11884),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1401),
     "report": (5, 1729),  # cards with their state, plans over time, logs that grow
     "rl": (18, 7244),  # environments of what servers draw: a request a turn

@@ -11,17 +11,21 @@ import pytest
 from tests.planner.by_hand import pipeline, plan_on
 from tests.planner.search.test_search import GIB, MODEL, card, cluster, find, problem
 from tests.support.project import with_stages
+from tools.bench.problems import small_problem
 from yuan_train.config.cluster import Host
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import HostProfile, Profile, merge_profiles
+from yuan_train.config.run import SearchConfig, Tier
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.report.plan import plan_table
+from yuan_train.planner.search import drafts
 from yuan_train.planner.search.candidate import beside_cards
 from yuan_train.planner.search.drafts import RESTART, search_space
 from yuan_train.planner.search.paged import STEPS
+from yuan_train.planner.search.search import search_plan
 
 BIG = replace(MODEL, num_layers=8, hidden_size=512, ffn_hidden_size=2048)
 """Large enough that the states decide, not the activations."""
@@ -289,10 +293,13 @@ def two_pipelines(given, count, share):
     return plan_on(given, *made, optimizer_sharding=True)
 
 
-@pytest.mark.parametrize("recomputed", [3, 0])
-def test_hosts_are_searched_further_where_cards_are_short_of_memory(recomputed: int) -> None:
+@pytest.mark.parametrize(("recomputed", "gains"), [(3, False), (0, False), (0, True)])
+def test_hosts_are_searched_further_where_cards_are_short_of_memory(
+    recomputed: int, gains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even where a short search of them is a little slower than a long one of cards alone: a long one of
     hosts need not be."""
+    monkeypatch.setattr(drafts, "_wants_memory", lambda *_: gains)
     draft, asked = core.DraftTable(num_stages=1), list[tuple[bool, float]]()
     draft.stages = (core.StageRow * 1)(core.StageRow(width=1, num_replicas=1, num_recomputed=recomputed))
 
@@ -303,4 +310,19 @@ def test_hosts_are_searched_further_where_cards_are_short_of_memory(recomputed: 
     search: Any = SimpleNamespace(run=run, tables=SimpleNamespace(problem=SimpleNamespace(num_cards=1)))
     search_space(search, core.SpaceTable(schedules=1, may_offload=1), [(0.0, draft)], keeps_to_cards=False)
     # The first annealing of a draft in a round takes more than a whole short search.
-    assert any(share > RESTART for hosts, share in asked if hosts) == (recomputed > 0)
+    assert any(share > RESTART for hosts, share in asked if hosts) == (recomputed > 0 or gains)
+
+
+@pytest.mark.parametrize("seed", [36, 98])
+def test_hosts_are_searched_where_memory_decides_a_cut_without_recompute(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of zero bubble that recomputes nothing may still give cards fewer layers than these are fast."""
+    monkeypatch.setattr(drafts, "LEAST_BUDGET", 600_000)
+    given = small_problem(seed)
+    beside: list[tuple[Tier, ...]] = [(), ("optimizer", "activations")]
+    alone, both = (
+        search_plan(given, SearchConfig(simplicity=0.0, effort="quick", offload=tiers), micro_batch_size=1)
+        for tiers in beside
+    )
+    assert both.best.step_seconds < 0.95 * alone.best.step_seconds

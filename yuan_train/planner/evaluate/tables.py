@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_double, c_int32
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, Sends
 from yuan_train.config.model import ModelConfig
@@ -38,6 +38,8 @@ from yuan_train.planner.native.pipelines import NAMES
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recompute, by their numbers in the core."""
+NO_LIMIT = 2.0**60
+"""Bytes of a card; sums over all cards are exact."""
 SENDS: tuple[Sends, ...] = ("overlapped", "blocking")
 """The same of `enum sends`."""
 SUMS = {
@@ -97,6 +99,17 @@ def make_tables(
     _fill_reductions(costs, problem.model, table)
     pool_of = {card.name: i for i, pool in enumerate(pools) for card in pool}
     return Tables(costs, pools, pool_of, tuple(sizes), table, core.Evaluator(table))
+
+
+def without_limits(tables: Tables) -> Tables:
+    """The same problem on cards whose memory does not end. It refers to the tables it is made of, which have
+    to last as long."""
+    table = core.ProblemTable.from_buffer_copy(tables.problem)
+    rows = (core.Pool * len(tables.pools))(*tables.problem.pools[: len(tables.pools)])
+    for row in rows:
+        row.limit = NO_LIMIT
+    table.pools = rows
+    return replace(tables, problem=table, evaluator=core.Evaluator(table))
 
 
 def _fill_pools(

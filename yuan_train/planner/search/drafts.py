@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of
+from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of, without_limits
 from yuan_train.planner.native import evaluator as core
 from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.planner.search.candidate import Candidate, Space, judge
@@ -191,6 +191,7 @@ def search_space(
     if space.may_offload or space.may_send:
         found = [_annealed(search, hosts, RESTART, on_cards)]
         short = not on_cards or is_short(search.tables, on_cards[0][1])
+        short = short or _wants_memory(search, spaces[-1], on_cards)
         if short:
             found += _restarted(search, [space.changed(schedules=schedules) for schedules in sets])
             for row in (row for _, draft in shaped for row in draft.stages[: draft.num_stages]):
@@ -227,6 +228,16 @@ def _restarted(search: _Search, spaces: Sequence[core.SpaceTable]) -> list[list[
     steps = [min((step for run in own for step, _ in run), default=math.inf) for own in found]
     better = spaces[steps.index(min(steps))]
     return [*runs, *search.run([(better, ())] * (times * MORE_RESTARTS), share)]
+
+
+def _wants_memory(search: _Search, space: core.SpaceTable, known: Sequence[_Known]) -> bool:
+    """Whether a short search finds faster drafts if cards' memory does not end; hosts can gain no more."""
+    roomy = _Search(without_limits(search.tables), search.budget, search.stopped)
+    # What it finds need not fit, so that it ends with the time.
+    roomy.any_fits = True
+    found = _annealed(roomy, space, RESTART, known)
+    search.priced += roomy.priced
+    return bool(found) and found[0][0] < PROMISING_BESIDE * known[0][0]
 
 
 def _continued(search: _Search, space: core.SpaceTable, found: Sequence[list[_Known]]) -> list[_Known]:
