@@ -32,7 +32,7 @@ def decisions(*, record: Path | None = None, replay: Path | None = None) -> Iter
     now: dict[str, Any] = {}
 
     def run_stage(self: Any, micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        size = self._micro_batch_size
+        size = self._settings.micro_batch_size
         now["first"], now["size"] = self._first_sample + micro_batch * size, size
         now["layers"] = {id(b.router): i for i, b in self._model.blocks.items() if b.has_experts}
         return forward(self, micro_batch, hidden)
