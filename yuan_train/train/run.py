@@ -97,7 +97,6 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
     if job.position.world_size > 1:
         board = meet(job.run.train.startup_timeout, place=job.plan.ranks[job.position.rank].device)
     with ending_together(board, job.device) as ending:
-        keep_freed_memory(job.device)
 
         @contextmanager
         def guarding(job: Job) -> Iterator[None]:
@@ -105,6 +104,7 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
                 yield
 
         with guarding(job):
+            keep_freed_memory(job.device)
             if board is not None:
                 enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
             job, engine, progress = build(agree_on_job(job))
@@ -286,8 +286,8 @@ def _run_steps(
     links = LinkClock(engine.world.grid, engine.world.coord, engine.world.groups, job.device)
     plan, since = None, 0.0
     while progress.step < run.train.steps and plan is None:
-        request = _request(job, progress, stop=asked.heard() or asked.moves or saver.failed())
         with tracer.step(progress.step + 1, job.device, clock):
+            request = _request(job, progress, stop=asked.heard() or asked.moves or saver.failed())
             result = _step(job, engine, request, progress.step + 1, saver)
             progress = progress.advance(run, skipped=result.skipped, tokens=result.tokens)
             measured = measure_step(job, engine, progress.step, clock)
