@@ -14,6 +14,7 @@ from tests.support.cases import table
 from tests.support.commands import Refuse
 from tests.support.hosts import Machines
 from tests.support.project import MODEL, WORDS
+from tests.support.spawn import free_port
 from yuan_train.cli import up
 from yuan_train.cli.main import main
 from yuan_train.cli.up import find_aim, run_text
@@ -172,8 +173,8 @@ def test_from_names_to_a_run(tmp_path: Path) -> None:
     (machines.here / "text.txt").write_text("\n".join(" ".join(WORDS) for _ in range(2000)))
     (machines.here / "small.yaml").write_text(yaml.safe_dump(MODEL | {"vocab_size": 340}))
     line = [sys.executable, "-m", "yuan_train", "up", "--hosts", "a,b", "--ssh", machines.ssh, "--copy"]
-    line += ["--rendezvous", "127.0.0.1", "--model", "small.yaml", "--data", "text.txt", "--steps", "2"]
-    line += ["search.micro_batch_size=[4]", "search.recompute=[none]", "search.effort=quick"]
+    line += ["--rendezvous", f"127.0.0.1:{free_port()}", "--model", "small.yaml", "--data", "text.txt"]
+    line += ["--steps", "2", "search.micro_batch_size=[4]", "search.recompute=[none]", "search.effort=quick"]
 
     def call() -> str:
         ran = subprocess.run(
