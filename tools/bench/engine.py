@@ -21,18 +21,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.support.project import make_plan
+from tests.support.project import make_plan, with_stages
 from tests.support.spawn import as_rank, free_port
 from tools.bench.harness import Row, case
 from tools.bench.runs import bench_model, make_run, wide_plan
 from yuan_train.config.devices import Backend
-from yuan_train.config.model import ModelConfig, load_model, sharding_of
-from yuan_train.config.plan import Plan, StagePlan, single_card_plan
+from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.run import Recompute, RunConfig
-from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.dropout import DropoutSeed
 from yuan_train.models.transformer import Transformer, initial_rows
-from yuan_train.parallel.apply import ModelParts, make_bridge, parallelize, pipeline_schedule
+from yuan_train.parallel.apply import make_bridge, parallelize, pipeline_schedule
 from yuan_train.parallel.board import join_role
 from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.device import CPU, Device
@@ -53,28 +52,10 @@ from yuan_train.parallel.zero import EngineOptions
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.profile.links import link_ends, measure_links
 from yuan_train.schedule.messages import post_early
-from yuan_train.train.build import DTYPES
+from yuan_train.train.build import DTYPES, compile_part, model_parts
 from yuan_train.train.job import Position, choose_device
 
 REPEATS = 5
-
-
-def make_parts(model: ModelConfig, *, compile: bool = False, **keys: Any) -> ModelParts:
-    """What a plan's parts of a model are built from."""
-    sharding, row_blocks = sharding_of(model)
-
-    def build(stage: StagePlan) -> Transformer:
-        own = {"layers": stage.layers, "embedding": stage.embedding, "head": stage.head}
-        with torch.device("meta"):
-            return Transformer(model, **own, **keys)
-
-    return ModelParts(
-        build=build,
-        initial=partial(initial_rows, model, seed=0),
-        sharding=sharding,
-        row_blocks=row_blocks,
-        compile=(lambda part: compile_blocks(cast(Transformer, part))) if compile else None,
-    )
 
 
 # --- memory ------------------------------------------------------------------------------------------------
@@ -101,7 +82,8 @@ def _memory_rank(rank: int, plan: Plan, port: int, kind: str, results: Any) -> N
     device = choose_device(kind, Position(rank, plan.world_size, rank, plan.world_size))
     init_distributed(device=device, timeout_seconds=300)
     options = EngineOptions(torch.float32)
-    runtime = parallelize(plan, rank, make_parts(plan.model), device=device, options=options)
+    parts = model_parts(plan.model, torch.float32, initial=partial(initial_rows, plan.model, seed=0))
+    runtime = parallelize(plan, rank, parts, device=device, options=options)
     works = {
         s: RandomTokens(cast(Transformer, part), plan.sequence_length, device)
         for s, part in runtime.parts.items()
@@ -194,10 +176,14 @@ class WholeModel:
     def __init__(
         self, run: RunConfig, precision: str, recompute: Recompute, device: str, *, compile: bool
     ) -> None:
-        parts = make_parts(run.model, compile=compile, recompute=recompute, dtype=DTYPES[precision])
+        model, dtype = run.model, DTYPES[precision]
+        first = partial(initial_rows, model, seed=0)
+        parts = model_parts(model, dtype, initial=first, compile=compile_part if compile else None)
         self.device = choose_device(device, Position())
         plan = single_card_plan(run)
-        runtime = parallelize(plan, 0, parts, device=self.device, options=EngineOptions(DTYPES[precision]))
+        (stage,) = plan.pipelines[0].stages
+        plan = with_stages(plan, replace(stage, recompute=recompute))
+        runtime = parallelize(plan, 0, parts, device=self.device, options=EngineOptions(dtype))
         self.model = cast(Transformer, runtime.parts[0])
         shape = (1, run.data.sequence_length)
         self.tokens_BS = torch.randint(run.model.vocab_size, shape, device=self.device.torch)

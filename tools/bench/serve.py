@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import torch
 
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.spawn import free_port
-from tools.bench.engine import make_parts
 from tools.bench.harness import ROOT, Row, case
 from tools.bench.runs import make_run
 from yuan_train.checkpoint.hf import export_hf, weights_state
@@ -33,13 +33,14 @@ from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import single_card_plan
 from yuan_train.config.run import RunConfig
-from yuan_train.models.transformer import Transformer, init_weights
+from yuan_train.models.transformer import Transformer, init_weights, initial_rows
 from yuan_train.parallel.apply import RankRuntime, parallelize
 from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.experience import Ticket
 from yuan_train.rl.generator import EngineShape, GenerationEngine, SamplingParams
+from yuan_train.train.build import model_parts
 
 ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CORE = "0"
@@ -270,7 +271,8 @@ def beside_transformers(parameters: str, draws: str, new_tokens: int) -> Row:
     keys = {"architecture": "llama", "max_sequence_length": 256, "tie_embeddings": False}
     run = make_run(ModelConfig(name="bench", **size, **heads, **keys))
     options = EngineOptions(torch.float32, trained=False)
-    runtime = parallelize(single_card_plan(run), 0, make_parts(run.model), device=CPU, options=options)
+    parts = model_parts(run.model, torch.float32, initial=partial(initial_rows, run.model, seed=0))
+    runtime = parallelize(single_card_plan(run), 0, parts, device=CPU, options=options)
     prompts = torch.randint(
         1, size["vocab_size"], (SLOTS, PROMPT), generator=torch.Generator().manual_seed(0)
     )

@@ -55,7 +55,7 @@ def build(
     """
     run, plan, rank = job.run, job.plan, job.position.rank
     dtype = DTYPES[run.train.precision]
-    compile = _compile if run.train.compile else None
+    compile = compile_part if run.train.compile else None
     initial = _initial(job) if trained else None
     parts = model_parts(run.model, dtype, initial=initial, compile=compile)
     settle_forms(Grid(plan), rank, device=job.device, dtype=dtype)
@@ -227,7 +227,8 @@ def build_part(model: ModelConfig, dtype: torch.dtype, stage: StagePlan) -> Tran
         )
 
 
-def _compile(part: torch.nn.Module) -> None:
+def compile_part(part: torch.nn.Module) -> None:
+    """Compile the blocks of a stage's part of the model."""
     compile_blocks(cast(Transformer, part))
 
 
