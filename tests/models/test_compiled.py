@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from yuan_train.models import compiled
 from yuan_train.models.attention import find_resets
 from yuan_train.models.compiled import compile_blocks
-from yuan_train.models.dropout import DropoutSeed
+from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import Transformer
 from yuan_train.train.job import compiler_fault
 

@@ -9,8 +9,8 @@ import torch
 from tests.support.project import difference, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.config.errors import ConfigError
-from yuan_train.models import dropout
-from yuan_train.models.dropout import DropoutSeed, hashes, hidden_dropout
+from yuan_train.models import layers
+from yuan_train.models.layers import DropoutSeed, hashes, hidden_dropout
 
 RATES = (0.1, 0.5)
 COUNT = 1 << 18
@@ -122,7 +122,7 @@ def test_no_plan_changes_a_mask(run_file: Path, tmp_path: Path, monkeypatch: pyt
     # Control: masks that depend on the position in the micro-batch instead of the position in the data.
     keys = DropoutSeed.keys
 
-    def by_micro_batch(dropout_seed: DropoutSeed, sample: int, layer: int, site: str) -> dropout.Keys:
+    def by_micro_batch(dropout_seed: DropoutSeed, sample: int, layer: int, site: str) -> layers.Keys:
         return keys(DropoutSeed(dropout_seed.seed, 0), sample, layer, site)
 
     monkeypatch.setattr(DropoutSeed, "keys", by_micro_batch)

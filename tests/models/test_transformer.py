@@ -11,9 +11,8 @@ from tests.support.models import VARIANTS, tiny_model
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import find_parameter, sharding_of
 from yuan_train.models import transformer
-from yuan_train.models.attention import find_resets
+from yuan_train.models.attention import find_resets, rotary_tables
 from yuan_train.models.generate import new_slots, step_slots
-from yuan_train.models.rotary import rotary_tables
 from yuan_train.models.transformer import (
     IGNORE_INDEX,
     Transformer,

@@ -29,7 +29,7 @@ from yuan_train.config.devices import Backend
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan, single_card_plan
 from yuan_train.config.run import Recompute, RunConfig
-from yuan_train.models.dropout import DropoutSeed
+from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import Transformer, initial_rows
 from yuan_train.parallel.apply import make_bridge, parallelize, pipeline_schedule
 from yuan_train.parallel.board import join_role

@@ -24,7 +24,7 @@ from yuan_kernels import ops, products
 
 from tools.bench.harness import Row, case
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.models.rotary import rotary_tables
+from yuan_train.models.attention import rotary_tables
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel.device import (
     CPU,

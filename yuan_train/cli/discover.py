@@ -17,12 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from yuan_train.cli.doctor import VIRTUAL, ask_nodes, difference_words, differences
 from yuan_train.config.devices import CATALOGUE, GIB, MIB, PCIE_BYTES_PER_SECOND, DeviceType, find_card
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import as_plain
-from yuan_train.config.plan import PROCESSOR
-from yuan_train.machine.hosts import SRUN, parse_hosts, slurm_parts
 
 Facts = dict[str, Any]
 
@@ -69,19 +65,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ask(arguments: argparse.Namespace) -> dict[str, Facts | str]:
     """What the doctor finds on each machine, by the name that its node gets."""
+    from yuan_train.cli.doctor import ask_nodes, examine
+    from yuan_train.machine.hosts import parse_hosts
+
     if arguments.hosts is not None:
         hosts = parse_hosts(arguments.hosts, arguments.ssh)
         found = ask_nodes([host.name for host in hosts], arguments.ssh, hidden=HIDDEN)
         return dict(zip([host.address for host in hosts], found.values(), strict=True))
     if "SLURM_JOB_ID" in os.environ:
         return _ask_slurm()
-    from yuan_train.cli.doctor import examine
-
     return {socket.gethostname(): examine(hidden=HIDDEN)}
 
 
 def _ask_slurm() -> dict[str, Facts | str]:
     """The machines of the job; of a heterogeneous one, those of each of its components in turn."""
+    from yuan_train.cli.doctor import ask_nodes
+    from yuan_train.machine.hosts import SRUN, slurm_parts
+
     found: dict[str, Facts | str] = {}
     for group, names in slurm_parts():
         found |= ask_nodes(names, shlex.join([*SRUN, "--cpus-per-task=1", *group, "-w"]), hidden=HIDDEN)
@@ -90,6 +90,8 @@ def _ask_slurm() -> dict[str, Facts | str]:
 
 def cluster_text(name: str, found: Mapping[str, Facts]) -> tuple[str, list[str]]:
     """A cluster file of the machines, by name of their node, and what a person should know of them."""
+    from yuan_train.cli.doctor import difference_words, differences
+
     nodes = [describe(host, facts, several=len(found) > 1) for host, facts in found.items()]
     types: dict[str, str] = {}
     for node in nodes:
@@ -293,6 +295,8 @@ def _stand_in(card: _Seen) -> tuple[str, DeviceType]:
 
 
 def _type_text(name: str, kind: DeviceType, comment: str) -> str:
+    from yuan_train.config.load import as_plain
+
     plain = {key: value for key, value in as_plain(kind).items() if value is not None}
     return f"  # {comment}\n  {name}: {{{', '.join(f'{key}: {value}' for key, value in plain.items())}}}"
 
@@ -340,6 +344,8 @@ def _rate(value: float) -> str:
 
 
 def _add_processor(node: NodeText, facts: Facts) -> None:
+    from yuan_train.config.plan import PROCESSOR
+
     cpu, name = facts["devices"][0], f"{PROCESSOR}-{node.name}"
     total = _host_bytes(facts)
     flops = float(f"{cpu['fp32_flops']:.3g}")
@@ -367,6 +373,8 @@ def _host_bytes(facts: Facts) -> int:
 
 def _add_network(node: NodeText, facts: Facts, *, of_cards: bool, several: bool) -> None:
     """RDMA, all ports together as NCCL uses them; else, and for processors, the fastest interface."""
+    from yuan_train.cli.doctor import VIRTUAL
+
     ports = [port for port in facts["surroundings"]["infiniband"] if _gigabits(port["rate"])]
     fast = [port for port in ports if port["link"] == "InfiniBand"] or ports
     if fast and of_cards:

@@ -27,11 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from yuan_train import __version__
-from yuan_train.cli.launch_hosts import nodes_of
-from yuan_train.config.errors import ConfigError, DiskError
-from yuan_train.config.express import INSTALL, TESTED
-from yuan_train.config.plan_constraints import load_plan
-from yuan_train.config.run import load_run
+from yuan_train.config.errors import INSTALL, TESTED, ConfigError, DiskError
 from yuan_train.machine.hosts import ask_json, run_tool, ssh_words
 
 if TYPE_CHECKING:
@@ -126,6 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_nodes(arguments)
     of_run: Facts = {}
     if arguments.config:
+        from yuan_train.config.run import load_run
+
         of_run["checkpoints"] = _checkpoint_facts(arguments.config, arguments.plan)
         of_run["disk"] = disk_facts(load_run(arguments.config).memory.disk_directory)
     facts = examine(hidden=arguments.hidden_size) | of_run
@@ -205,6 +203,10 @@ def _checkpoint_facts(config: str, plan: str | None) -> Facts:
 
     `directory` and the rest are None if the run saves no checkpoints, `file_system` where it is not known.
     """
+    from yuan_train.cli.launch_hosts import nodes_of
+    from yuan_train.config.plan_constraints import load_plan
+    from yuan_train.config.run import load_run
+
     directory = load_run(config).checkpoint.directory
     nodes = [node.name for node in nodes_of(load_plan(plan))] if plan else None
     if directory is None:

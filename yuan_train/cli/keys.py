@@ -24,21 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import annotated_types
-
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import (
-    adapter,
-    as_plain,
-    dataclasses_in,
-    field_hints,
-    format_quantity,
-    is_list,
-    is_mapping,
-    key_of,
-)
-from yuan_train.config.model import WANTED
-from yuan_train.config.units import Unit
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +42,6 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print. Raises ConfigError if no key begins so."""
-
     what: list[str] = arguments.what
     kind = what[0] if what and what[0] in KINDS else None
     rest = what if kind is None else what[1:]
@@ -83,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _anywhere(prefix: str) -> dict[str, tuple[Key, ...]]:
     """The kinds of files that have such keys, with them. Raises ConfigError if none has."""
-
     found: dict[str, tuple[Key, ...]] = {}
     errors: list[ConfigError] = []
     for kind in KINDS:
@@ -98,7 +82,6 @@ def _anywhere(prefix: str) -> dict[str, tuple[Key, ...]]:
 
 
 def _lines(kind: str, keys: tuple[Key, ...], width: int) -> list[str]:
-
     lines = [f"Keys of {KINDS[kind][2]}:"]
     for key in keys:
         lines.append(f" {key.path}: {key_words(key)}")
@@ -125,8 +108,6 @@ KINDS = {
     "rl_plan": ("yuan_train.config.rl_plan", "RlPlan", "plans of reinforcement learning"),
 }
 """By the name that `yuan-train keys` takes: module and class of a file's keys, and what the files are."""
-NAMED = {"model": WANTED}
-"""Keys that may also be a text, which stands for the keys below them; a run may leave them out."""
 
 _WORDS: dict[Any, str] = {
     int: "integer",
@@ -185,6 +166,9 @@ def plain(path: str) -> str:
 
 def file_schema(kind: str) -> dict[str, Any]:
     """The JSON schema of a kind of file, for editors: with it they complete keys and explain them."""
+    from yuan_train.config.load import adapter, dataclasses_in, field_hints, key_of
+    from yuan_train.config.model import WANTED
+
     found = _class_of(kind)
     schema: dict[str, Any] = adapter(found).json_schema()
     described = {item.__name__: item for item in dataclasses_in(found)}
@@ -201,11 +185,10 @@ def file_schema(kind: str) -> dict[str, Any]:
         if part is not schema:
             schema.setdefault("$defs", {})[name] = part
     if kind in ("run", "rl"):
-        for name, words in NAMED.items():
-            own = schema["properties"][name]
-            below = {"$ref": own.pop("$ref")}
-            own["anyOf"] = [{"type": "string", "description": words}, below]
-            schema["required"].remove(name)
+        # It may also be a text, which stands for the keys below it; a run may leave it out.
+        own = schema["properties"]["model"]
+        own["anyOf"] = [{"type": "string", "description": WANTED}, {"$ref": own.pop("$ref")}]
+        schema["required"].remove("model")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": KINDS[kind][2], **schema}
 
 
@@ -217,6 +200,8 @@ def schema_text(kind: str) -> str:
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """The meaning of each field of a dataclass, on one line; "" if nothing tells it. None is YAML's null."""
+    from yuan_train.config.load import dataclasses_in, field_hints
+
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
@@ -249,6 +234,9 @@ def _class_of(kind: str) -> Any:
 
 
 def _keys_of(kind: Any, path: Sequence[str]) -> Iterator[Key]:
+    from yuan_train.config.load import field_hints, key_of
+    from yuan_train.config.model import WANTED
+
     fields, docs = {field.name: field for field in dataclasses.fields(kind)}, field_docs(kind)
     for name, hint in field_hints(kind).items():
         own = (*path, key_of(name))
@@ -257,7 +245,7 @@ def _keys_of(kind: Any, path: Sequence[str]) -> Iterator[Key]:
         # The keys of a run's model are those of model files, and a plan's is written by the planner.
         named = own == ("model",)
         if named and kind.__name__ in ("RunConfig", "RLConfig"):
-            words, default = f"{NAMED['model']}, or its keys", ""
+            words, default = f"{WANTED}, or its keys", ""
         whole_plan = below is not None and below.__name__ == "Plan"
         if whole_plan:
             words = f"keys of {KINDS['plan'][2]}"
@@ -299,6 +287,8 @@ def _words(hint: Any) -> str:
 
 
 def _limits(marks: Sequence[Any]) -> str:
+    import annotated_types
+
     words: list[str] = []
     for mark in marks:
         if isinstance(mark, annotated_types.Gt):
@@ -314,6 +304,8 @@ def _limits(marks: Sequence[Any]) -> str:
 
 def _unit(hint: Any) -> str | None:
     """The unit of a quantity, wherever in a type it stands."""
+    from yuan_train.config.units import Unit
+
     if get_origin(hint) is Annotated:
         found = next((mark.kind for mark in get_args(hint)[1:] if isinstance(mark, Unit)), None)
         return found or _unit(get_args(hint)[0])
@@ -324,6 +316,8 @@ def _unit(hint: Any) -> str | None:
 
 def _default(field: dataclasses.Field[Any], hint: Any) -> str | None:
     """The default as YAML; that of a section is "": its keys have their own."""
+    from yuan_train.config.load import as_plain, format_quantity
+
     if field.default is MISSING and field.default_factory is MISSING:
         return None
     value = field.default if field.default is not MISSING else typing.cast(Any, field.default_factory)()
@@ -336,6 +330,6 @@ def _default(field: dataclasses.Field[Any], hint: Any) -> str | None:
 
 
 def _without_titles(value: Any) -> Any:
-    if is_mapping(value):
+    if isinstance(value, dict):
         return {key: _without_titles(item) for key, item in value.items() if key != "title"}
-    return [_without_titles(item) for item in value] if is_list(value) else value
+    return [_without_titles(item) for item in value] if isinstance(value, list) else value

@@ -39,7 +39,7 @@ from yuan_train.machine.hosts import (
     send,
     slurm_hosts,
 )
-from yuan_train.machine.look import Print, prints
+from yuan_train.machine.remote import Print, prints
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def print_lines(places: Sequence[Place], errand: Errand) -> None:
 def _tasks(places: Sequence[Place], errand: Errand, rendezvous: str, *, by_hand: bool = False) -> list[Task]:
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PASSED_ON)]
     program = [sys.executable, "-m", "yuan_train"]
-    agent = [] if by_hand else [sys.executable, "-m", "yuan_train.machine.agent"]
+    agent = [] if by_hand else [sys.executable, "-m", "yuan_train.machine.remote", "run"]
     front = [*(["env", *given] if given else []), *agent, *program]
     tasks: list[Task] = []
     for host, node in places:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from yuan_train.cli.launch import add_node_options, check_driver_of_rank, faults_of, start_or_print
 from yuan_train.cli.train import run_rank
-from yuan_train.config.errors import ConfigError, PlanError
+from yuan_train.config.errors import ConfigError, PlanError, hearing
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl_plan import names_rl_plan
-from yuan_train.config.signals import hearing
 from yuan_train.parallel.environment import is_rank_of_several, set_rank_defaults
 from yuan_train.supervise.launched import telling_other_nodes
 

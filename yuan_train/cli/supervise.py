@@ -19,11 +19,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from yuan_train.config.cluster import Cluster, load_cluster
-from yuan_train.config.errors import INTERRUPTED, ConfigError
+from yuan_train.config.errors import INTERRUPTED, ConfigError, hearing
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.profile import read_profiles
 from yuan_train.config.rl import is_rl_run
-from yuan_train.config.signals import hearing
 from yuan_train.machine.hosts import ssh_words
 
 if TYPE_CHECKING:

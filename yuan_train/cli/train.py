@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.launch import check_driver_of_rank
-from yuan_train.config.errors import ConfigError, NoDriver, say
-from yuan_train.config.express import INSTALL
+from yuan_train.config.errors import INSTALL, ConfigError, NoDriver, say
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.run import DataConfig, EngineName, load_run
 from yuan_train.data.indexed import IndexedDataset, idx_path, strip_suffix

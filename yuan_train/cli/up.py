@@ -18,11 +18,10 @@ from typing import Any
 
 from yuan_train.cli.launch_hosts import blind_hosts
 from yuan_train.config.cluster import Cluster, load_cluster
-from yuan_train.config.errors import ConfigError
+from yuan_train.config.errors import ConfigError, hearing
 from yuan_train.config.load import dump_plain, write_text
 from yuan_train.config.model import STATE, load_model, locate_model
 from yuan_train.config.plan import PROCESSOR, is_real_card
-from yuan_train.config.signals import hearing
 from yuan_train.data.indexed import IndexedDataset, idx_path, strip_suffix
 from yuan_train.data.text import LINE_SUFFIXES, PARQUET_SUFFIX
 from yuan_train.machine.hosts import RemoteHost, parse_hosts

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.show import add_run_options
-from yuan_train.config.errors import ConfigError
-from yuan_train.config.signals import hearing
+from yuan_train.config.errors import ConfigError, hearing
 
 if TYPE_CHECKING:
     from yuan_train.report.run_log import RunReader

@@ -1,11 +1,18 @@
-"""Errors that a user can cause, each with the exit code of the command line.
+"""Errors that a user can cause, each with the exit code of the command line, and signals, which end it too.
 
 A message says where, what came, what was wanted and what to do. Programming errors are `assert`s.
 """
 
+from __future__ import annotations
+
+import ctypes
+import signal
 import sys
 import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 NOT_IN_PLACE = "not moved in place: "
 """Begins what the ranks of a supervised run say where they end for a restart in place of a move."""
@@ -13,6 +20,10 @@ CAUSE = "the run ends: "
 """What a rank prints before another rank's error that ends it."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+INSTALL = "pip install -e '.[megatron]' in the checkout"
+"""What installs megatron-core."""
+TESTED = ("0.16.1",)
+"""Versions of megatron-core that the tests run with."""
 
 
 @dataclass(frozen=True)
@@ -106,3 +117,26 @@ def say(error: BaseException) -> None:
 def mark_as_said(error: BaseException) -> None:
     """Have an error not printed by `say`, for what it says is printed."""
     error.is_said = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: the signal a process gets when its parent dies."""
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+
+@contextmanager
+def hearing(handlers: Mapping[signal.Signals, Handler]) -> Generator[None]:
+    """Inside, these handlers take the signals; behind it, who took them before. Of the main thread only."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: whoever took it is not Python's, and cannot be set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In a process that is being started: get a signal if the starting one is killed (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

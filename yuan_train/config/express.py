@@ -17,11 +17,6 @@ from yuan_train.config.run import RunConfig, SearchConfig
 
 T = TypeVar("T")
 
-INSTALL = "pip install -e '.[megatron]' in the checkout"
-"""What installs megatron-core."""
-TESTED = ("0.16.1",)
-"""Versions of megatron-core that the tests run with."""
-
 _SAID = {
     "replicas",
     "layers",

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from yuan_train.config.errors import INTERRUPTED, ConfigError
-from yuan_train.config.signals import hearing
-from yuan_train.machine.agent import END, HELLO, INTERRUPT, TERMINATE
+from yuan_train.config.errors import INTERRUPTED, ConfigError, hearing
+from yuan_train.machine.remote import END, HELLO, INTERRUPT, TERMINATE
 
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=15", "ServerAliveInterval=10", "ServerAliveCountMax=3")
 """Of the program `ssh` and no other: it never asks, and notices within half a minute that a machine is gone.
@@ -226,8 +225,8 @@ def ask_json(command: Sequence[str], seconds: float) -> Facts | str:
 
 
 def look_at(hosts: Sequence[RemoteHost], question: Mapping[str, Any]) -> dict[str, Facts]:
-    """What `machine/look.py` finds on each host, by its address. Raises ConfigError unless all answer."""
-    words = shlex.join([sys.executable, "-m", "yuan_train.machine.look", json.dumps(question)])
+    """What `machine/remote.py` finds on each host, by its address. Raises ConfigError unless all answer."""
+    words = shlex.join([sys.executable, "-m", "yuan_train.machine.remote", "look", json.dumps(question)])
     found = on_each(hosts, lambda host: ask_json(host.command(words), LOOK_SECONDS))
     lost = [f"{name}: {why}" for name, why in found.items() if isinstance(why, str)]
     if lost:
@@ -247,7 +246,7 @@ def on_each(hosts: Sequence[RemoteHost], call: Callable[[RemoteHost], T]) -> dic
 
 def send(host: RemoteHost, folder: Path, names: Sequence[str]) -> None:
     """Copy files to a host, under the names that they have here. Raises ConfigError unless all arrive."""
-    script = shlex.join([sys.executable, "-m", "yuan_train.machine.receive", str(folder)])
+    script = shlex.join([sys.executable, "-m", "yuan_train.machine.remote", "receive", str(folder)])
     with subprocess.Popen(
         host.command(script), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

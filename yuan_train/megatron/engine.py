@@ -24,8 +24,8 @@ from yuan_train.checkpoint.load import (
     holds_optimizer_state,
     load_tensors,
 )
-from yuan_train.config.errors import LostRank
-from yuan_train.config.express import TESTED, Expression, express, renumber
+from yuan_train.config.errors import TESTED, LostRank
+from yuan_train.config.express import Expression, express, renumber
 from yuan_train.config.run import RunConfig
 from yuan_train.data.loader import Samples
 from yuan_train.megatron import core
@@ -40,9 +40,8 @@ from yuan_train.megatron.model import (
     sum_head_norms,
     unwrap,
 )
-from yuan_train.models.attention import DocumentResets
-from yuan_train.models.dropout import DropoutSeed
-from yuan_train.models.rotary import rotary_tables
+from yuan_train.models.attention import DocumentResets, rotary_tables
+from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import initial_rows
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch

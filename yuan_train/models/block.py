@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from yuan_train.config.model import ModelConfig, half_of
-from yuan_train.models.attention import DocumentRanges, LayerCache, build_attention
-from yuan_train.models.dropout import Tokens
+from yuan_train.models.attention import DocumentRanges, LayerCache, RotaryTables, build_attention
 from yuan_train.models.experts import Experts, Router
-from yuan_train.models.layers import FeedForward, LocalizedFilter, RMSNorm
+from yuan_train.models.layers import FeedForward, LocalizedFilter, RMSNorm, Tokens
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
-from yuan_train.models.rotary import RotaryTables
 
 Drop = Callable[[Tensor, str, Tokens], Tensor]
 """The dropout of a layer: of x, its site and which tokens x is."""

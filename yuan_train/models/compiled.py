@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from yuan_kernels import ops
 
-from yuan_train.models.attention import DocumentRanges
+from yuan_train.models.attention import DocumentRanges, RotaryTables
 from yuan_train.models.block import Block
-from yuan_train.models.dropout import LayerDropout, Tokens, traceable_dropout
+from yuan_train.models.layers import LayerDropout, Tokens, traceable_dropout
 from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
-from yuan_train.models.rotary import RotaryTables
 from yuan_train.models.transformer import Transformer
 
 BACKEND = "inductor"

@@ -27,8 +27,8 @@ from yuan_kernels import ops
 
 from yuan_train.config.errors import YuanError
 from yuan_train.config.model import ModelConfig
-from yuan_train.models.dropout import Keys, hash_keys, hashes
-from yuan_train.models.rotary import rotary_tables
+from yuan_train.models.attention import rotary_tables
+from yuan_train.models.layers import Keys, hash_keys, hashes
 from yuan_train.models.transformer import Cache, Transformer
 
 

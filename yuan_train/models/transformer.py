@@ -25,12 +25,10 @@ from yuan_kernels import ops
 
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import Constant, ModelConfig, Uniform, adapted, find_parameter, validate_model
-from yuan_train.models.attention import DocumentRanges, LayerCache
+from yuan_train.models.attention import DocumentRanges, Frequencies, LayerCache, RotaryTables, rotary_tables
 from yuan_train.models.block import WHOLE, Block, Drop, HiddenLayout
-from yuan_train.models.dropout import DropoutSeed, LayerDropout
-from yuan_train.models.layers import Embedding, Linear, RMSNorm, Score
+from yuan_train.models.layers import DropoutSeed, Embedding, LayerDropout, Linear, RMSNorm, Score
 from yuan_train.models.recompute import KeptDecision, Parts, SaveInParts, SelectiveRecompute
-from yuan_train.models.rotary import Frequencies, RotaryTables, rotary_tables
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained."""

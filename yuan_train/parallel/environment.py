@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from yuan_train.config.signals import end_with_parent as end_with_parent
+from yuan_train.config.errors import end_with_parent as end_with_parent
 
 THREADS = "OMP_NUM_THREADS"
 OWN_THREADS = "YUAN_THREADS"

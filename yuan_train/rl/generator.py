@@ -29,7 +29,6 @@ from torch import Tensor
 
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.rl import RLConfig
-from yuan_train.models.dropout import Keys
 from yuan_train.models.generate import (
     PREFILL_CHUNK,
     DocumentRules,
@@ -44,6 +43,7 @@ from yuan_train.models.generate import (
     padded_left,
     step_slots,
 )
+from yuan_train.models.layers import Keys
 from yuan_train.models.transformer import Cache, Transformer
 from yuan_train.parallel.apply import RankRuntime, make_forward_lane
 from yuan_train.parallel.bridge import Boundary

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from yuan_train.config.signals import end_with_parent
+from yuan_train.config.errors import end_with_parent
 
 Score = Callable[[dict[str, Any]], Any]
 """The score of an answer, of its fields: those of FIELDS, and its prompt's columns."""

@@ -25,12 +25,11 @@ from typing import Any
 
 from yuan_train.checkpoint.in_memory import remove_copies
 from yuan_train.checkpoint.load import faults_of, step_name, steps_in
-from yuan_train.config.errors import CAUSE, NOT_IN_PLACE, NoPlanFits
+from yuan_train.config.errors import CAUSE, NOT_IN_PLACE, NoPlanFits, hearing
 from yuan_train.config.load import dump, is_mapping, write_text
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import load_plan, plan_digest, restart_reason
 from yuan_train.config.run import RunConfig, SuperviseConfig
-from yuan_train.config.signals import hearing
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.parallel.environment import NEXT_PLAN, free_port
 from yuan_train.report.lines import Event, Journal, Line, checked, is_timed, parse_line

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import IO
 
-from yuan_train.config.errors import CAUSE, INTERRUPTED, TrainingError, YuanError, say
+from yuan_train.config.errors import CAUSE, INTERRUPTED, TrainingError, YuanError, hearing, say
 from yuan_train.config.plan import Node
-from yuan_train.config.signals import hearing
 from yuan_train.parallel.environment import (
     TOLD,
     count_cores,

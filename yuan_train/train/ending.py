@@ -37,11 +37,11 @@ from yuan_train.config.errors import (
     NotFinite,
     TrainingError,
     YuanError,
+    hearing,
     mark_as_said,
     say,
 )
 from yuan_train.config.plan import MemoryForecast, Plan, StagePlan
-from yuan_train.config.signals import hearing
 from yuan_train.config.units import show_bytes
 from yuan_train.parallel.activity import Activity, activity_of, observed_by
 from yuan_train.parallel.board import POLL_SECONDS, Board, Fault, Meeting

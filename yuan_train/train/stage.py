@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from yuan_train.config.run import ObjectiveConfig
-from yuan_train.models.dropout import DropoutSeed
+from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer
 from yuan_train.objectives.losses import log_ratio_margin, preference_loss, reward_loss
 from yuan_train.parallel.copies import ActivationTiers, ParameterPages, StagePages
