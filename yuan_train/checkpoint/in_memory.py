@@ -138,11 +138,7 @@ class NodeMemory:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        place: tuple[str, str],
-        *,
-        group: dist.ProcessGroup | None = None,
+        self, directory: str | Path, place: tuple[str, str], *, group: dist.ProcessGroup | None = None
     ) -> None:
         """`place`: this rank's node, by the plan, and what no other machine has. `group` has all ranks (None:
         the default group).

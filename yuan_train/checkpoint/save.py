@@ -19,9 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from yuan_train.checkpoint.load import (
     LATEST,

@@ -64,15 +64,9 @@ PACKAGES = (
         without="no TensorBoard files (extra [report]); metrics.jsonl holds everything",
     ),
     Package(
-        name="megatron-core",
-        module="megatron.core",
-        without=f"`engine: megatron` is not possible; {INSTALL}",
+        name="megatron-core", module="megatron.core", without=f"`engine: megatron` is not possible; {INSTALL}"
     ),
-    Package(
-        name="pyarrow",
-        module="pyarrow",
-        without="preprocess reads no Parquet files (extra [parquet])",
-    ),
+    Package(name="pyarrow", module="pyarrow", without="preprocess reads no Parquet files (extra [parquet])"),
     Package(
         name="apex",
         module="apex.normalization.fused_layer_norm",
@@ -90,10 +84,7 @@ PACKAGES = (
     ),
 )
 
-FUSED_ADAM = (
-    ("TransformerEngine", "transformer_engine.pytorch.optimizers"),
-    ("apex", "apex.optimizers"),
-)
+FUSED_ADAM = (("TransformerEngine", "transformer_engine.pytorch.optimizers"), ("apex", "apex.optimizers"))
 """Where megatron-core looks for a fused AdamW, in its order; PyPI's apex has no such module."""
 
 LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs", "zfs")

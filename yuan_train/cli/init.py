@@ -9,13 +9,7 @@ import sys
 
 from yuan_train.config.errors import ConfigError
 
-KINDS = {
-    "pretrain": "run",
-    "sft": "run",
-    "dpo": "run",
-    "grpo": "rl",
-    "cluster": "cluster",
-}
+KINDS = {"pretrain": "run", "sft": "run", "dpo": "run", "grpo": "rl", "cluster": "cluster"}
 """Files that can be written, and the kind of keys that they have."""
 
 

@@ -414,11 +414,7 @@ def launch_on(
     return run_errand(places, errand)
 
 
-OUTPUTS = (
-    ("checkpoint",),
-    ("log",),
-    ("memory",),
-)
+OUTPUTS = (("checkpoint",), ("log",), ("memory",))
 """Sections whose paths the run writes; `checkpoint.resume` names one that it reads."""
 ANYWHERE = ("prefix", "file", "pairs", "tokenizer", "evaluation")
 """Keys of paths that must be there on the machines, though perhaps not on this one."""

@@ -49,9 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.tokenizer,
         arguments.out,
         DocumentFormat(
-            text_key=arguments.text_key,
-            convention=arguments.convention,
-            messages_key=arguments.messages_key,
+            text_key=arguments.text_key, convention=arguments.convention, messages_key=arguments.messages_key
         ),
         workers=arguments.workers,
         report=_progress_line(),

@@ -518,10 +518,7 @@ def _measure_host(bench: Bench) -> tuple[HostProfile, ...]:
             print(f"links to hosts are not measured: {faults[0]}", file=sys.stderr)
         return ()
     found = measure_host(
-        room,
-        device=bench.device,
-        device_type=bench.device_type,
-        bytes_per_second=bench.host_link,
+        room, device=bench.device, device_type=bench.device_type, bytes_per_second=bench.host_link
     )
     return (found,)
 

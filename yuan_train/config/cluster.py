@@ -11,14 +11,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, MinLen
 
-from yuan_train.config.devices import (
-    CATALOGUE,
-    Bytes,
-    BytesPerSecond,
-    DeviceType,
-    find_card,
-    suggest_cards,
-)
+from yuan_train.config.devices import CATALOGUE, Bytes, BytesPerSecond, DeviceType, find_card, suggest_cards
 from yuan_train.config.errors import Violation
 from yuan_train.config.load import Keys, build, locate_cluster, override, read_document
 from yuan_train.config.units import Unit
@@ -247,8 +240,7 @@ def validate_cluster(cluster: Cluster) -> Iterator[Violation]:
             yield Violation(("nodes", i), "several nodes need 'network' on each")
         if group.count * _count_cards(group) > MAX_CARDS:
             yield Violation(
-                ("nodes", i),
-                f"{group.count} nodes of {_count_cards(group)} cards; at most {MAX_CARDS} cards",
+                ("nodes", i), f"{group.count} nodes of {_count_cards(group)} cards; at most {MAX_CARDS} cards"
             )
             continue
         taken = sorted(seen.intersection(group.node_names))

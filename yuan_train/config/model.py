@@ -108,9 +108,7 @@ class Kept:
 
     def __add__(self, other: Kept) -> Kept:
         return Kept(
-            self.elements + other.elements,
-            self.statistics + other.statistics,
-            self.integers + other.integers,
+            self.elements + other.elements, self.statistics + other.statistics, self.integers + other.integers
         )
 
 

@@ -685,8 +685,7 @@ def _algorithm(run: RLConfig) -> Iterator[Violation]:
         yield Violation(("algorithm", "scale"), f"{algorithm.scale}, but gae is whitened; wanted batch")
     if run.critic is not None and algorithm.advantage != "gae":
         yield Violation(
-            ("critic",),
-            f"advantage {algorithm.advantage} has none; leave it out, or set algorithm.name: ppo",
+            ("critic",), f"advantage {algorithm.advantage} has none; leave it out, or set algorithm.name: ppo"
         )
     if run.critic is not None and run.train.precision == "fp16":
         yield Violation(

@@ -701,9 +701,7 @@ CONFLICTS = (
         "gives each micro-batch other ranges, for which layers are compiled anew",
     ),
     Conflict(
-        "train.compile",
-        "zero_bubble",
-        "splits backwards, and the backward of a compiled layer is one piece",
+        "train.compile", "zero_bubble", "splits backwards, and the backward of a compiled layer is one piece"
     ),
     Conflict("train.compile", "tensor", "shares each layer, and the collectives inside cannot be compiled"),
     Conflict(

@@ -293,10 +293,7 @@ class NodeCache:
 
 
 def shared_or_own(
-    cache: NodeCache | None,
-    name: str,
-    shapes: Shapes,
-    fill: Callable[[Mapping[str, np.ndarray]], None],
+    cache: NodeCache | None, name: str, shapes: Shapes, fill: Callable[[Mapping[str, np.ndarray]], None]
 ) -> dict[str, np.ndarray]:
     """Arrays that the node shares or, without a cache, arrays of this process."""
     if cache is not None:

@@ -115,12 +115,7 @@ def methods_json(cases: Sequence[MemoryCase]) -> dict[str, Any]:
 
 
 def _cell_json(case: MemoryCase) -> dict[str, Any]:
-    return {
-        "model": case.model.name,
-        "method": case.method,
-        "bytes": memory_of(case).peak,
-        "fits": case.fits,
-    }
+    return {"model": case.model.name, "method": case.method, "bytes": memory_of(case).peak, "fits": case.fits}
 
 
 def _lengths_json(case: MemoryCase) -> dict[str, Any]:

@@ -48,12 +48,7 @@ _SET_BY_US = frozenset({"auto_map", "torch_dtype", "dtype", "rope_parameters"})
 
 
 def decoder_from_config(
-    config: Mapping[str, Any],
-    *,
-    name: str,
-    where: str,
-    absent: Mapping[str, Any],
-    fields: Mapping[str, Any],
+    config: Mapping[str, Any], *, name: str, where: str, absent: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> ModelConfig:
     """The model that a `config.json` describes.
 

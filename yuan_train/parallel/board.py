@@ -629,10 +629,7 @@ class RolePosition:
 
 
 def join_role(
-    role_ranks: Mapping[str, range],
-    *,
-    fates: Sequence[Sequence[int]] | None = None,
-    startup_seconds: float,
+    role_ranks: Mapping[str, range], *, fates: Sequence[Sequence[int]] | None = None, startup_seconds: float
 ) -> RolePosition:
     """Meet the ranks of all roles, with the variables that the launcher set; collective over the job.
 

@@ -387,12 +387,7 @@ class ParameterPages:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[FlatBucket],
-        num_slots: int,
-        links: HostLinks,
-        *,
-        device: Device,
+        self, buckets: Sequence[FlatBucket], num_slots: int, links: HostLinks, *, device: Device
     ) -> None:
         self._pages = [_Page(bucket) for bucket in buckets]
         largest = max(bucket.weights.numel() for bucket in buckets)

@@ -92,11 +92,7 @@ def gather_on_first(
 
 
 def _gather(
-    coord: RankCoord,
-    local: torch.Tensor,
-    ranks: tuple[int, ...],
-    group: dist.ProcessGroup | None,
-    what: str,
+    coord: RankCoord, local: torch.Tensor, ranks: tuple[int, ...], group: dist.ProcessGroup | None, what: str
 ) -> torch.Tensor | None:
     """The tensors [...] of a group's ranks on its first one, as one [ranks, ...]; None elsewhere."""
     gathered = torch.zeros(len(ranks), *local.shape, dtype=local.dtype) if coord.rank == ranks[0] else None

@@ -169,13 +169,7 @@ class DiskStore:
     """
 
     def __init__(
-        self,
-        file: DiskFile,
-        *,
-        dtype: torch.dtype,
-        chunk: int,
-        device: Device,
-        timeout_seconds: float,
+        self, file: DiskFile, *, dtype: torch.dtype, chunk: int, device: Device, timeout_seconds: float
     ) -> None:
         self.file, self.chunk = file, chunk
         self._timeout = timeout_seconds

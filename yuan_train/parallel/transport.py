@@ -374,10 +374,7 @@ class Transport:
         }
 
     def _pending(
-        self,
-        work: dist.Work | Sequence[dist.Work] | None,
-        tensors: tuple[torch.Tensor, ...],
-        what: str,
+        self, work: dist.Work | Sequence[dist.Work] | None, tensors: tuple[torch.Tensor, ...], what: str
     ) -> Pending:
         works = () if work is None else (work,) if isinstance(work, dist.Work) else work
         return Pending(works, tensors, self._ranks, what, self._polls)

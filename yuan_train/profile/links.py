@@ -267,11 +267,7 @@ LEAST_SECONDS = 1e-9
 
 
 def measure_node_links(
-    ends: Sequence[LinkEnd],
-    *,
-    device: Device,
-    timeout_seconds: float = 600.0,
-    all_pairs: bool = False,
+    ends: Sequence[LinkEnd], *, device: Device, timeout_seconds: float = 600.0, all_pairs: bool = False
 ) -> tuple[NodeLinkProfile, ...]:
     """The shared rate of every direction between two nodes of which one has several cards; collective over
     all ranks.
@@ -458,11 +454,7 @@ def host_room(device: Device) -> HostSlab:
 
 
 def measure_host(
-    room: HostSlab,
-    *,
-    device: Device,
-    device_type: str,
-    bytes_per_second: float | None = None,
+    room: HostSlab, *, device: Device, device_type: str, bytes_per_second: float | None = None
 ) -> HostProfile:
     """The rates of this rank's card; collective over all ranks.
 

@@ -268,13 +268,7 @@ def _build_engine(job: RLJob, helpers: Helpers, apart: RolePosition | None) -> t
     reader = _make_reading_model(job, trainer, apart)
     teaches = run.reward.teacher is not None
     updater = Updater(
-        run,
-        trainer,
-        feed,
-        loss,
-        reference=reference,
-        critic=critic,
-        teacher=reader if teaches else None,
+        run, trainer, feed, loss, reference=reference, critic=critic, teacher=reader if teaches else None
     )
     generating, talk = None, None
     if not job.generates_apart:

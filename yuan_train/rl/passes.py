@@ -259,14 +259,7 @@ class PolicyLoss:
         # Behind a step the policy is another one: no longer a gap of what both sides compute.
         distances = gap.abs() if self._is_first else torch.zeros_like(gap)
         self.sums += torch.stack(
-            [
-                ratio.sum(),
-                clipped.double().sum(),
-                distance,
-                count,
-                distances.sum(),
-                count * self._is_first,
-            ]
+            [ratio.sum(), clipped.double().sum(), distance, count, distances.sum(), count * self._is_first]
         )
         self.maxima = torch.maximum(self.maxima, torch.stack([ratio.max(), distances.max()]))
 

@@ -294,9 +294,7 @@ class Updater:
             advantages=advantages[part.first : part.first + part.count].to(device),
             lengths=lengths_N.repeat_interleave(lengths_N),
             totals=BatchTotals(
-                samples=len(trained),
-                tokens=sum(trained),
-                max_new_tokens=self._run.generation.max_new_tokens,
+                samples=len(trained), tokens=sum(trained), max_new_tokens=self._run.generation.max_new_tokens
             ),
             old=put(old),
             reference=put(reference),

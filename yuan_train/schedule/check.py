@@ -245,16 +245,8 @@ def _part_faults(program: RankProgram, offloads: Offloads) -> Iterator[str]:
             expected = [step._replace(part=part) for part in order[1:]]
 
 
-_LEAVES_FROM: dict[Kind, str] = {
-    "offload": "on the card",
-    "evict": "on its way down",
-    "fetch": "on the host",
-}
-_BRINGS_TO: dict[Kind, str] = {
-    "offload": "on its way down",
-    "evict": "on the host",
-    "fetch": "on its way up",
-}
+_LEAVES_FROM: dict[Kind, str] = {"offload": "on the card", "evict": "on its way down", "fetch": "on the host"}
+_BRINGS_TO: dict[Kind, str] = {"offload": "on its way down", "evict": "on the host", "fetch": "on its way up"}
 
 
 def _place_faults(program: RankProgram, offloads: Offloads) -> Iterator[str]:

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from yuan_train.schedule.messages import FAST_MESSAGE, SLOW_MESSAGE, with_messages
-from yuan_train.schedule.step import (
-    Kind,
-    RankProgram,
-    Schedule,
-    Step,
-    Workers,
-    num_workers,
-    worker_of,
-)
+from yuan_train.schedule.step import Kind, RankProgram, Schedule, Step, Workers, num_workers, worker_of
 
 MESSAGES_PER_EDGE = 2
 """Buffers besides those of the micro-batches in flight: one message being sent, one being received."""

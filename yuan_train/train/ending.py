@@ -552,12 +552,7 @@ class Watch:
 
 @contextmanager
 def watching(
-    grid: Grid,
-    coord: RankCoord,
-    device: Device,
-    *,
-    timeout_seconds: float,
-    last_good: Callable[[], str],
+    grid: Grid, coord: RankCoord, device: Device, *, timeout_seconds: float, last_good: Callable[[], str]
 ) -> Iterator[None]:
     """Watch what this thread does inside, from a thread of its own; nothing if there is a single rank.
 

@@ -54,10 +54,7 @@ class TrainedModel:
 
 
 def load_trained(
-    checkpoint: Checkpoint,
-    *,
-    tokenizer: str | Path | None = None,
-    dtype: torch.dtype = torch.float32,
+    checkpoint: Checkpoint, *, tokenizer: str | Path | None = None, dtype: torch.dtype = torch.float32
 ) -> TrainedModel:
     """The model of a checkpoint, and its tokenizer unless another is given. Raises YuanError."""
     tokenizer_path = tokenizer or checkpoint.tokenizer

@@ -395,11 +395,7 @@ class Trackio:
         trackio: Any = importlib.import_module("trackio")
         self.identity: str | None = place.identity or f"{place.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._run: Any = trackio.init(
-            project=place.project,
-            name=self.identity,
-            config=dict(place.config),
-            resume="allow",
-            embed=False,
+            project=place.project, name=self.identity, config=dict(place.config), resume="allow", embed=False
         )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:

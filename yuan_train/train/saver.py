@@ -38,17 +38,9 @@ from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.config.errors import CheckpointError, HostMemoryError
 from yuan_train.config.run import CheckpointConfig
 from yuan_train.config.units import show_bytes, show_seconds
-from yuan_train.parallel.device import (
-    Device,
-    HostSlab,
-    piece_bytes,
-)
+from yuan_train.parallel.device import Device, HostSlab, piece_bytes
 from yuan_train.parallel.grid import RankCoord
-from yuan_train.parallel.groups import (
-    gather_objects,
-    guard_world_collective,
-    make_save_group,
-)
+from yuan_train.parallel.groups import gather_objects, guard_world_collective, make_save_group
 from yuan_train.parallel.shard import TensorBox
 from yuan_train.parallel.transfer import Move, MoveBucket, make_buckets, pack, rounds_of, unpack
 from yuan_train.train.agreement import place_of

@@ -266,10 +266,7 @@ class StageRunner:
         """Those of the model, besides the hidden state."""
         settings = self._settings
         sample = self._first_sample + micro_batch * settings.micro_batch_size
-        return {
-            "dropout_seed": DropoutSeed(settings.seed, sample) if training else None,
-            **batch.resets,
-        }
+        return {"dropout_seed": DropoutSeed(settings.seed, sample) if training else None, **batch.resets}
 
     def _result(self, output: torch.Tensor, batch: Loaded) -> torch.Tensor:
         """What `forward` returns, of the model's output."""

@@ -293,9 +293,7 @@ def train_step(trainer: Trainer, request: StepRequest) -> StepResult:
     checks = checking(runtime, trainer.runners, trainer.stopwatch, trainer.faults)
     with as_training_error(runtime.coord), checks if request.check else nullcontext():
         trainer.executor.run(
-            runtime.program,
-            before_step=runtime.reducer.before_step,
-            after_step=runtime.reducer.after_step,
+            runtime.program, before_step=runtime.reducer.before_step, after_step=runtime.reducer.after_step
         )
         square = _finish_reductions(runtime, trainer.device.torch)
     square, loss = trainer.device.to_host(torch.stack([square, trainer.loss])).split(1)

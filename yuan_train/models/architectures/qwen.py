@@ -27,10 +27,7 @@ def _constraints(model: ModelConfig) -> Iterator[Violation]:
 
 
 SPEC = replace(
-    LLAMA,
-    title="Qwen",
-    takes=LLAMA.takes | {"qkv_bias", "query_key_norm"},
-    constraints=_constraints,
+    LLAMA, title="Qwen", takes=LLAMA.takes | {"qkv_bias", "query_key_norm"}, constraints=_constraints
 )
 
 
