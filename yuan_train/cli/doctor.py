@@ -824,16 +824,25 @@ def see_tools(tree: Path = SYS) -> Facts:
     cards = _see_cards() if fault is None else []
     matrix, _ = run_tool(NVIDIA_SMI, "topo", "-m") if len(cards) > 1 else ("", None)
     lines, _ = run_tool(NVIDIA_SMI, "nvlink", "-s") if "NV" in matrix else ("", None)
+    displays = [
+        device
+        for device in (tree / "bus/pci/devices").glob("*")
+        if (read_line(device / "class") or "").startswith(DISPLAYS) and read_line(device / "vendor") == NVIDIA
+    ]
+    # What one NVLink gives per direction, in GB/s.
+    rates = [float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", lines)]
+    # Host memory that the control group (v2) of a container or job allows.
+    limit = read_line(tree / "fs/cgroup/memory.max") or ""
     return {
         "cards": cards,
         "fault": fault,
-        "on_the_bus": sum(1 for _ in _displays(tree)),
+        "on_the_bus": len(displays),
         "mig": [found.groupdict() for line in listing.splitlines() if (found := _MIG.match(line))],
         "pairs": dict(_read_matrix(matrix)),
-        "nvlink_gigabytes": _slowest_nvlink(lines),
+        "nvlink_gigabytes": min(rates, default=None),
         "networks": list(_see_networks(tree)),
         "disks": list(_see_disks(tree)),
-        "memory_limit_bytes": _read_limit(tree),
+        "memory_limit_bytes": int(limit) if limit.isdigit() else None,
         "free_bytes": shutil.disk_usage(Path.cwd()).free,
     }
 
@@ -873,18 +882,6 @@ def _read_matrix(text: str) -> Iterator[tuple[str, str]]:
                     yield f"{cells[0][3:]}-{name[3:]}", kind
 
 
-def _slowest_nvlink(text: str) -> float | None:
-    """Of `nvidia-smi nvlink -s`: what one NVLink gives per direction, in GB/s."""
-    return min((float(rate) for rate in re.findall(r"Link \d+: ([\d.]+) GB/s", text)), default=None)
-
-
-def _displays(tree: Path) -> Iterator[Path]:
-    for device in sorted((tree / "bus/pci/devices").glob("*")):
-        is_display = (read_line(device / "class") or "").startswith(DISPLAYS)
-        if is_display and read_line(device / "vendor") == NVIDIA:
-            yield device
-
-
 def _see_networks(tree: Path) -> Iterator[Facts]:
     """Every interface, with its rate in Mb/s; None where it is not told, as in many virtual machines."""
     for path in sorted((tree / "class/net").glob("*")):
@@ -909,12 +906,6 @@ def _disk_kind(path: Path) -> str:
         return "virtual disk"
     turns = read_line(path / "queue/rotational") == "1"
     return "NVMe" if path.name.startswith("nvme") else "turning disk" if turns else "SSD"
-
-
-def _read_limit(tree: Path) -> int | None:
-    """Host memory that the control group (v2) of a container or job allows; None without a limit."""
-    limit = read_line(tree / "fs/cgroup/memory.max") or ""
-    return int(limit) if limit.isdigit() else None
 
 
 def read_line(path: Path) -> str | None:

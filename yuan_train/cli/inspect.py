@@ -20,7 +20,7 @@ from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.rl import is_rl_run, load_rl
 from yuan_train.config.rl_plan import is_rl_plan, load_rl_plan
-from yuan_train.config.run import Source, load_run
+from yuan_train.config.run import load_run
 from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.report.run_log import is_log_directory, read_run
 
@@ -99,20 +99,12 @@ def inspect_model(path: Path) -> Facts:
     model = load_model(path)
     length = model.max_sequence_length
     return {
-        "name": model.name,
-        "architecture": model.architecture,
-        "attention": model.attention,
-        "parameters": model.parameters,
+        **_fields(model, "name", "architecture", "attention", "parameters"),
         **({"active_parameters": model.active_parameters} if model.num_experts else {}),
         "parameters_per_layer": model.layer_parameters,
-        "embedding_parameters": model.embedding_parameters,
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
+        **_fields(model, "embedding_parameters", "num_layers", "hidden_size", "num_attention_heads"),
         "num_key_value_heads": model.key_value_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab_size,
-        "max_sequence_length": length,
+        **_fields(model, "head_dim", "vocab_size", "max_sequence_length"),
         "forward_flops_per_token": model.training_flops(length) // 3,
         "training_flops_per_token": model.training_flops(length),
     }
@@ -143,15 +135,18 @@ def inspect_run(path: Path) -> Facts:
     return {
         "model": config.model.name,
         "parameters": config.model.parameters,
-        "steps": config.train.steps,
-        "global_batch_size": config.train.global_batch_size,
+        **_fields(config.train, "steps", "global_batch_size"),
         "sequence_length": config.data.sequence_length,
         "tokens_per_step": tokens,
         "tokens": tokens * config.train.steps,
         "training_flops": flops * tokens * config.train.steps,
         "precision": config.train.precision,
         "objective": config.objective.kind,
-        "data": [_source_facts(source) for source in (*config.data.train, *config.data.validation)],
+        "data": [
+            _fields(source, "prefix", "weight")
+            | {"there": all(Path(f"{source.prefix}{end}").exists() for end in (".bin", ".idx"))}
+            for source in (*config.data.train, *config.data.validation)
+        ],
         "pairs": config.data.pairs,
         "checkpoints": config.checkpoint.directory,
         "log": config.log.directory,
@@ -192,12 +187,8 @@ def inspect_plan(path: Path) -> Facts:
         "cluster": plan.cluster,
         "model": plan.model.name,
         "parameters": plan.model.parameters,
-        "sequence_length": plan.sequence_length,
-        "global_batch_size": plan.global_batch_size,
-        "schedule": plan.schedule,
-        "optimizer_sharding": plan.optimizer_sharding,
-        "sequence_parallel": plan.sequence_parallel,
-        "world_size": plan.world_size,
+        **_fields(plan, "sequence_length", "global_batch_size", "schedule"),
+        **_fields(plan, "optimizer_sharding", "sequence_parallel", "world_size"),
         "pipelines": len(plan.pipelines),
         "stages": [
             _stage_facts(plan, p, s)
@@ -219,9 +210,7 @@ def inspect_rl_plan(path: Path) -> Facts:
         "valid": True,
         "cluster": plan.cluster,
         "model": plan.roles.policy.plan.model.name,
-        "mode": plan.mode,
-        "staleness": plan.staleness,
-        "world_size": plan.world_size,
+        **_fields(plan, "mode", "staleness", "world_size"),
         "placement": "shared" if generation.is_shared else generation.with_ or "apart",
         "reference": None if reference is None else reference.where or "own cards",
         "critic": None if critic is None else critic.with_ or "own cards",
@@ -252,17 +241,10 @@ def inspect_profile(path: Path) -> Facts:
     """What was measured."""
     profile = load_profile(path)
     return {
-        "source": profile.source,
-        "model": profile.model,
-        "machine": profile.machine,
-        "precision": profile.precision,
-        "sequence_length": profile.sequence_length,
+        **_fields(profile, "source", "model", "machine", "precision", "sequence_length"),
         "entries": [
             {
-                "device_type": entry.device_type,
-                "tensor_parallel": entry.tensor_parallel,
-                "micro_batch_size": entry.micro_batch_size,
-                "recompute": entry.recompute,
+                **_fields(entry, "device_type", "tensor_parallel", "micro_batch_size", "recompute"),
                 "layers": len(entry.layers),
                 "layer_forward": show_seconds(entry.layers[0].forward_seconds),
                 "layer_backward": show_seconds(entry.layers[0].backward_seconds),
@@ -272,8 +254,7 @@ def inspect_profile(path: Path) -> Facts:
         "links": [f"{link.from_} to {link.to}" for link in profile.links],
         "generation": [
             {
-                "device_type": own.device_type,
-                "tensor_parallel": own.tensor_parallel,
+                **_fields(own, "device_type", "tensor_parallel"),
                 "slots": list(own.slots),
                 "layer_of_a_round": show_seconds(own.layer_seconds[-1][-1]),
             }
@@ -295,9 +276,7 @@ def inspect_tokenizer(path: Path) -> Facts:
 
     tokenizer = Tokenizer.load(path)
     return {
-        "vocab_size": tokenizer.vocab_size,
-        "eod_id": tokenizer.eod_id,
-        "prefix_ids": tokenizer.prefix_ids,
+        **_fields(tokenizer, "vocab_size", "eod_id", "prefix_ids"),
         "stop_ids": sorted(tokenizer.stop_ids),
         "chat_template": tokenizer.settings.chat_template is not None,
         "sha256": tokenizer.digest,
@@ -332,11 +311,8 @@ def _rl_facts(path: Path) -> Facts:
         "model": run.model.name,
         "parameters": run.model.parameters,
         "algorithm": run.algorithm.name,
-        "advantage": run.algorithm.advantage,
-        "scale": run.algorithm.scale,
-        "normalise": run.algorithm.normalise,
-        "steps": run.train.steps,
-        "prompts_per_step": run.train.prompts_per_step,
+        **_fields(run.algorithm, "advantage", "scale", "normalise"),
+        **_fields(run.train, "steps", "prompts_per_step"),
         "group": run.algorithm.group,
         "samples_per_step": run.samples_per_step,
         "max_prompt_tokens": run.data.max_prompt_tokens,
@@ -350,9 +326,9 @@ def _rl_facts(path: Path) -> Facts:
     }
 
 
-def _source_facts(source: Source) -> Facts:
-    exists = all(Path(f"{source.prefix}{end}").exists() for end in (".bin", ".idx"))
-    return {"prefix": source.prefix, "weight": source.weight, "there": exists}
+def _fields(value: object, *names: str) -> Facts:
+    """Facts that are called as the value calls them."""
+    return {name: getattr(value, name) for name in names}
 
 
 def _stage_facts(plan: Plan, p: int, s: int) -> Facts:
@@ -361,8 +337,7 @@ def _stage_facts(plan: Plan, p: int, s: int) -> Facts:
         "pipeline": p,
         "stage": s,
         "layers": list(stage.layers),
-        "embedding": stage.embedding,
-        "head": stage.head,
+        **_fields(stage, "embedding", "head"),
         "replicas": [list(replica) for replica in stage.replicas],
         "cards": sorted({plan.ranks[rank].type for rank in stage.ranks}),
         "recompute": stage.recompute,
@@ -389,14 +364,13 @@ def _lines(facts: Facts) -> list[str]:
     lines: list[str] = []
     for key, value in facts.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            lines += [f"{key}:", *("  " + _one_line(item) for item in value)]
+            words = (
+                ("  ".join(f"{name} {_show(name, fact)}" for name, fact in item.items())) for item in value
+            )
+            lines += [f"{key}:", *("  " + line for line in words)]
         else:
             lines.append(f"{key + ':':<{width}} {_show(key, value)}")
     return lines
-
-
-def _one_line(facts: Facts) -> str:
-    return "  ".join(f"{key} {_show(key, value)}" for key, value in facts.items())
 
 
 def _show(key: str, value: Any) -> str:

@@ -144,11 +144,10 @@ def start_or_print(
         raise ConfigError(unknown_host(host))
     if 0 in node.ranks:
         _check_port(port)
-    size = plan.world_size
     return start_ranks(
         node,
         command,
-        world_size=size,
+        world_size=plan.world_size,
         address=(host, port),
         speaker=speaker,
         spare=spare,

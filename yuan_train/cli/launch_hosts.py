@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import itertools
 import os
 import re
 import shlex
@@ -42,51 +43,24 @@ from yuan_train.machine.hosts import (
 from yuan_train.machine.remote import Print, prints
 
 
-@dataclass(frozen=True)
-class Component:
-    """Adjacent nodes of the plan with the same cards: one component of a heterogeneous job."""
-
-    cards: tuple[str, ...]
-    """The type of each."""
-    nodes: tuple[str, ...]
-
-
 def batch_script(
     plan: Plan | RlPlan, nodes: Sequence[Node], words: Sequence[str], *, name: str, options: str
 ) -> str:
-    """A script for sbatch: a component for each kind of node, and `yuan-train WORDS` in the first of them.
-
-    `options` are those of sbatch for every component.
-    """
+    """A script for sbatch: a component for adjacent nodes with the same cards, and `yuan-train WORDS` in the
+    first of them. `options` are those of sbatch for every component."""
     lines = ["#!/usr/bin/env bash", f"#SBATCH --job-name={name}"]
-    for number, component in enumerate(components(plan, nodes)):
+    types = {entry.rank: entry.type for entry in plan.ranks}
+    components = itertools.groupby(nodes, lambda node: [types[rank] for rank in node.ranks])
+    for number, (own, alike) in enumerate(components):
         if number:
             lines.append("#SBATCH hetjob")
-        kinds = " + ".join(dict.fromkeys(component.cards))
-        lines.append(f"# {kinds}: {', '.join(component.nodes)}")
-        cards = f" --gpus-per-node={len(component.cards)}" if not kinds.startswith("CPU") else ""
-        lines.append(
-            f"#SBATCH --nodes={len(component.nodes)} --ntasks-per-node=1{cards}"
-            f"{' ' + options if options else ''}"
-        )
+        kinds, names = " + ".join(dict.fromkeys(own)), [node.name for node in alike]
+        lines.append(f"# {kinds}: {', '.join(names)}")
+        cards = f" --gpus-per-node={len(own)}" if not kinds.startswith("CPU") else ""
+        more = f" {options}" if options else ""
+        lines.append(f"#SBATCH --nodes={len(names)} --ntasks-per-node=1{cards}{more}")
     lines += ["set -euo pipefail", 'cd "$SLURM_SUBMIT_DIR"', f"exec {shlex.join(['yuan-train', *words])}"]
     return "\n".join(lines) + "\n"
-
-
-def components(plan: Plan | RlPlan, nodes: Sequence[Node]) -> Iterator[Component]:
-    """The plan's nodes, grouped into runs with the same cards."""
-    types = {entry.rank: entry.type for entry in plan.ranks}
-    last: Component | None = None
-    for node in nodes:
-        cards = tuple(types[rank] for rank in node.ranks)
-        if last is not None and last.cards == cards:
-            last = Component(cards, (*last.nodes, node.name))
-            continue
-        if last is not None:
-            yield last
-        last = Component(cards, (node.name,))
-    if last is not None:
-        yield last
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
@@ -231,13 +205,6 @@ def _where_to_meet(places: Sequence[Place], errand: Errand) -> tuple[str, int | 
     """Host and port as given, else the first machine, which is by itself on the loopback."""
     alone = "127.0.0.1" if len(places) == 1 else _bracketed(places[0][0].address)
     return parse_address(errand.rendezvous or alone)
-
-
-def print_lines(places: Sequence[Place], errand: Errand) -> None:
-    """Print the command of each machine as it can be typed here."""
-    host, port = _where_to_meet(places, errand)
-    for task in _tasks(places, errand, f"{_bracketed(host)}:{port or DEFAULT_PORT}", by_hand=True):
-        print(shlex.join([*task.host.reach, task.script]))
 
 
 def _tasks(places: Sequence[Place], errand: Errand, rendezvous: str, *, by_hand: bool = False) -> list[Task]:
@@ -409,7 +376,9 @@ def launch_on(
     )
     places = place(read_hosts(arguments), nodes)
     if arguments.print:
-        print_lines(places, errand)
+        host, port = _where_to_meet(places, errand)
+        for task in _tasks(places, errand, f"{_bracketed(host)}:{port or DEFAULT_PORT}", by_hand=True):
+            print(shlex.join([*task.host.reach, task.script]))
         return 0
     return run_errand(places, errand)
 

@@ -146,8 +146,12 @@ def _run(arguments: argparse.Namespace) -> int:
     cluster = load_cluster(arguments.cluster) if arguments.cluster else None
     if names_hosts(arguments) or arguments.this_node is not None:
         return _start_nodes(cluster, arguments)
-    if cluster is not None and _is_simulated(cluster) and "WORLD_SIZE" not in os.environ:
-        return _start_cards(cluster, arguments)
+    if cluster is not None and "WORLD_SIZE" not in os.environ:
+        if all(cluster.device_type(card.type).slowdown is not None for card in cluster.cards):
+            # Simulated cards are measured as `launch` runs them: a process each, all at once on this machine.
+            size = len(cluster.cards)
+            node, address = Node("all", tuple(range(size))), ("127.0.0.1", free_port())
+            return start_ranks(node, _words(arguments), world_size=size, address=address)
     set_rank_defaults()
     profile, rank = _measure_here(model, config, rl, cluster, arguments)
     if rank == 0:
@@ -167,17 +171,6 @@ def _of_run(directory: str) -> Profile:
     precision = found.config.get("train", {}).get("precision", "bf16")
     profile = profile_of_run(found.plan, seconds, precision=precision)
     return replace(profile, machine=f"the run in {directory}")
-
-
-def _is_simulated(cluster: Cluster) -> bool:
-    return all(cluster.device_type(card.type).slowdown is not None for card in cluster.cards)
-
-
-def _start_cards(cluster: Cluster, arguments: argparse.Namespace) -> int:
-    """Measure simulated cards as `launch` runs them: one process each, all at once on this machine."""
-    node = Node("all", tuple(range(len(cluster.cards))))
-    address = ("127.0.0.1", free_port())
-    return start_ranks(node, _words(arguments), world_size=len(node.ranks), address=address)
 
 
 def _start_nodes(cluster: Cluster | None, arguments: argparse.Namespace) -> int:
@@ -336,8 +329,8 @@ def _measure_here(
     if position.world_size > 1:
         init_distributed(device=device, timeout_seconds=config.train.timeout if config else 600.0)
     try:
-        bench = _make_bench(model, config, cluster, arguments, position, device)
-        return _gather_profile(replace(bench, rl=rl), cluster)
+        bench = _make_bench(model, config, rl, cluster, arguments, position, device)
+        return _gather_profile(bench, cluster)
     finally:
         shutdown()
 
@@ -376,6 +369,7 @@ def _name_type(
 def _make_bench(
     model: ModelConfig,
     config: RunConfig | None,
+    rl: RLConfig | None,
     cluster: Cluster | None,
     arguments: argparse.Namespace,
     position: Position,
@@ -391,7 +385,7 @@ def _make_bench(
     return Bench(
         model=model,
         config=config,
-        rl=None,
+        rl=rl,
         position=position,
         device=device,
         device_type=device_type,
