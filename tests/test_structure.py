@@ -28,25 +28,25 @@ MORE_PARAMETERS = {
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (7, 2983),  # which one a run begins with, which train asked
-    "cli": (29, 7408),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
-    "config": (14, 6429),  # experts that a rank holds, asked of a plan
-    "data": (9, 3074),
-    "estimate": (4, 1023),  # What `estimate` counts left the planner, which does not ask for it.
+    "checkpoint": (7, 2961),  # which one a run begins with, which train asked
+    "cli": (29, 7307),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "config": (14, 6398),  # experts that a rank holds, asked of a plan
+    "data": (9, 3057),
+    "estimate": (4, 1016),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
-    "machine": (3, 709),
+    "machine": (3, 706),
     "megatron": (4, 1120),
-    "models": (15, 3445),
+    "models": (15, 3424),
     "objectives": (2, 196),
-    "parallel": (19, 7520),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "parallel": (19, 7491),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (42, 11884),  # servers that draw answers; hosts beside many cards, and memory for islands
-    "profile": (5, 1401),
-    "report": (5, 1729),  # cards with their state, plans over time, logs that grow
-    "rl": (18, 7244),  # environments of what servers draw: a request a turn
-    "schedule": (8, 2123),  # what makes programs is a value; programs with copies, which the planner had
+    "profile": (5, 1393),
+    "report": (5, 1725),  # cards with their state, plans over time, logs that grow
+    "rl": (18, 7225),  # environments of what servers draw: a request a turn
+    "schedule": (8, 2107),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1755),  # what is reset at document ends goes with the weights
-    "supervise": (5, 1965),  # rounds without a meeting, seats, a lease of who is cut off
-    "train": (14, 6464),  # it is noted how long a rank stood still
+    "supervise": (5, 1961),  # rounds without a meeting, seats, a lease of who is cut off
+    "train": (14, 6427),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

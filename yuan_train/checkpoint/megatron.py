@@ -156,7 +156,8 @@ def load_inert(path: Path) -> Any:
 
     Raises CheckpointError if the file is truncated or hostile.
     """
-    restricted = types.SimpleNamespace(__name__="narrow", Unpickler=_InertUnpickler, load=_unpickle)
+    restricted = types.SimpleNamespace(__name__="narrow", Unpickler=_InertUnpickler)
+    restricted.load = lambda file, **_: _InertUnpickler(file).load()
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as content:
@@ -174,10 +175,6 @@ def load_inert(path: Path) -> Any:
         raise CheckpointError(
             f"{path}: torn, or holds more than it should (nothing in it was run): {cause}"
         ) from None
-
-
-def _unpickle(file: Any, **_: Any) -> Any:
-    return _InertUnpickler(file).load()
 
 
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")

@@ -12,7 +12,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,8 @@ def save_checkpoint(
         write_tensors(temporary, tensors, group)
         _on_rank_zero(lambda: finish(temporary, final, state, tokenizer), group)
     except (OSError, CheckpointException) as error:
-        _remove_temporary(temporary)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
         cause, rank = root_cause(error)
         where = "" if rank is None else f" (rank {rank})"
         raise CheckpointError(
@@ -202,12 +203,6 @@ def _remove_old(directory: Path, keep: int, *, newest: Path, best: int | None) -
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove_temporary(temporary: Path) -> None:
-    """Remove the temporary directory of a failed save, on rank 0; errors are ignored."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _on_rank_zero(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Run `work` on rank 0 while the others wait; its OSError is raised on all ranks."""
     if not dist.is_initialized():
@@ -299,7 +294,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
         for name, wanted in tensors.items():
             tensor = wanted.read()
             assert tensor.shape == wanted.shape and tensor.dtype == wanted.dtype, name
-            _write_data(file, tensor)
+            for piece in tensor.contiguous().view(-1).view(torch.uint8).split(CHUNK_BYTES):
+                file.write(piece.numpy().data)
 
 
 def _safetensors_header(tensors: Mapping[str, LazyTensor]) -> bytes:
@@ -313,12 +309,6 @@ def _safetensors_header(tensors: Mapping[str, LazyTensor]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data of a memory-mapped file
     return struct.pack("<Q", len(text)) + text
-
-
-def _write_data(file: BinaryIO, tensor: torch.Tensor) -> None:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    for piece in flat.split(CHUNK_BYTES):
-        file.write(piece.numpy().data)
 
 
 def split_into_shards(

@@ -29,7 +29,7 @@ from yuan_train.cli.launch_hosts import (
 )
 from yuan_train.config.errors import ConfigError, NoDriver, YuanError
 from yuan_train.config.express import check_engine, express
-from yuan_train.config.plan import Node, Plan
+from yuan_train.config.plan import Node, Plan, is_real_card
 from yuan_train.config.plan_constraints import check_plan_of_run, load_plan
 from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
@@ -204,7 +204,7 @@ def check_driver(plan: Plan | RlPlan, ranks: Sequence[int]) -> None:
     Said at once; each rank would find it after it has imported torch, as it finds all else about its card.
     """
     roles = plan.plans.values() if isinstance(plan, RlPlan) else (plan,)
-    needs = [role.needs_card(entry) for role in roles for entry in role.ranks]
+    needs = [is_real_card(entry.type, role.find_type(entry.type)) for role in roles for entry in role.ranks]
     real = [entry for entry in plan.ranks if entry.rank in ranks and needs[entry.rank]]
     if not real or has_driver():
         return

@@ -337,11 +337,19 @@ def simulate_roles(arguments: argparse.Namespace) -> int:
     if arguments.config and not arguments.cluster:
         raise ConfigError("--config: needs --cluster F too; without both, seconds are those of the forecast")
     played = _priced(arguments, plan) if arguments.cluster else _of_forecast(plan)
-    document = _roles_document(plan, played)
     if arguments.trace:
         _write_roles_trace(arguments.trace, played)
     if arguments.json:
-        print(json.dumps(document))
+        found = {
+            "kind": "rl",
+            "mode": plan.mode,
+            "staleness": plan.staleness,
+            "step_seconds": played.step_seconds,
+            "forecast_step_seconds": plan.forecast.step_seconds if plan.forecast else None,
+            "idle": {actor: played.idle(actor) for actor in played.busy_seconds},
+            "busy_seconds": dict(played.busy_seconds),
+        }
+        print(json.dumps(found))
     else:
         _print_roles(plan, played)
     if arguments.trace:
@@ -384,18 +392,6 @@ def _of_forecast(plan: RlPlan) -> Play:
     )
     apart = plan.roles.reward is not None
     return play(times, staleness=plan.staleness, shared=shared, scores_apart=apart)
-
-
-def _roles_document(plan: RlPlan, played: Play) -> dict[str, object]:
-    return {
-        "kind": "rl",
-        "mode": plan.mode,
-        "staleness": plan.staleness,
-        "step_seconds": played.step_seconds,
-        "forecast_step_seconds": plan.forecast.step_seconds if plan.forecast else None,
-        "idle": {actor: played.idle(actor) for actor in played.busy_seconds},
-        "busy_seconds": dict(played.busy_seconds),
-    }
 
 
 def _print_roles(plan: RlPlan, played: Play) -> None:

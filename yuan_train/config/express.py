@@ -126,7 +126,10 @@ def plan_reasons(plan: Plan) -> Iterator[str]:
     yield from _stage_reasons(stages)
     yield from _schedule_reasons(plan)
     yield from _expert_reasons(plan, widths)
-    yield from _card_reasons(plan)
+    cards = [plan.device_type(entry.rank) for entry in plan.ranks]
+    backends = sorted({card.backend if card is not None else "nccl" for card in cards})
+    if len(backends) > 1:
+        yield f"cards of the backends {' and '.join(backends)}; megatron-core's groups need one for all"
 
 
 def _stage_reasons(stages: Sequence[StagePlan]) -> Iterator[str]:
@@ -191,13 +194,6 @@ def _expert_reasons(plan: Plan, widths: list[int]) -> Iterator[str]:
         yield f"balance: {plan.model.balance}; the experts' load is evened by our engine alone"
     if any(stage.num_recomputed for stage in plan.stages):
         yield "recompute of layers with experts; megatron-core would choose a token's experts again"
-
-
-def _card_reasons(plan: Plan) -> Iterator[str]:
-    cards = [plan.device_type(entry.rank) for entry in plan.ranks]
-    backends = sorted({card.backend if card is not None else "nccl" for card in cards})
-    if len(backends) > 1:
-        yield f"cards of the backends {' and '.join(backends)}; megatron-core's groups need one for all"
 
 
 def narrowed(search: SearchConfig) -> SearchConfig:

@@ -628,7 +628,10 @@ def validate_model(model: ModelConfig) -> Iterator[Violation]:
         )
     yield from lora_violations(model)
     yield from _rope_violations(model)
-    yield from _rotary_constraints(model)
+    if model.rotary_dim % 2 or model.rotary_dim > model.head_dim:
+        yield Violation(
+            ("rotary_dim",), f"{model.rotary_dim} must be even, and at most head_dim {model.head_dim}"
+        )
     yield from _expert_constraints(model)
     yield from model.spec.constraints(model)
 
@@ -659,13 +662,6 @@ def _rope_violations(model: ModelConfig) -> Iterator[Violation]:
         )
     if scaling.rope_type == "dynamic" and model.head_dim <= 2:
         yield Violation(("head_dim",), f"{model.head_dim} must be above 2 with dynamic scaling")
-
-
-def _rotary_constraints(model: ModelConfig) -> Iterator[Violation]:
-    if model.rotary_dim % 2 or model.rotary_dim > model.head_dim:
-        yield Violation(
-            ("rotary_dim",), f"{model.rotary_dim} must be even, and at most head_dim {model.head_dim}"
-        )
 
 
 def _expert_constraints(model: ModelConfig) -> Iterator[Violation]:

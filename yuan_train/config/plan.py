@@ -359,11 +359,6 @@ class Plan:
         """The type of a rank's card; None if neither the plan nor the catalogue describes it."""
         return self.find_type(self._type_names[rank])
 
-    def needs_card(self, entry: RankPlan) -> bool:
-        """Whether one of the plan's ranks is meant to compute on a real card: it is neither simulated nor a
-        processor."""
-        return is_real_card(entry.type, self.find_type(entry.type))
-
     def has_rank(self, rank: int) -> bool:
         """Whether the plan lists a rank."""
         return rank in self._type_names

@@ -104,7 +104,8 @@ def _rank_constraints(plan: Plan) -> Iterator[Violation]:
             for rank in ranks:
                 if rank >= plan.world_size:
                     yield Violation(path, f"there is no rank {rank}; ranks has {plan.world_size}, from 0")
-            for rank in _named_twice(ranks):
+            counts = Counter(ranks) if len(set(ranks)) < len(ranks) else {}
+            for rank in sorted(rank for rank, times in counts.items() if times > 1):
                 yield Violation(
                     path, f"rank {rank} is named twice in this stage; a rank works in one replica"
                 )
@@ -129,12 +130,6 @@ def _rank_constraints(plan: Plan) -> Iterator[Violation]:
     for rank in range(plan.world_size):
         if rank not in stage_of:
             yield Violation(("ranks", rank), f"rank {rank} works in no stage; leave it out or give it one")
-
-
-def _named_twice(ranks: tuple[int, ...]) -> list[int]:
-    if len(set(ranks)) == len(ranks):
-        return []
-    return sorted(rank for rank, times in Counter(ranks).items() if times > 1)
 
 
 def _same_replica(pipeline: PipelinePlan, a: int, b: int, rank: int) -> bool:

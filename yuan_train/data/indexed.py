@@ -224,7 +224,10 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, num_tokens: int | None = None) -> None:
         self.prefix = strip_suffix(prefix)
         self.note: str | None = None
-        _require_pair(self.prefix)
+        missing = [path for path in (bin_path(self.prefix), idx_path(self.prefix)) if not path.is_file()]
+        if missing:
+            names = " and ".join(map(str, missing))
+            raise DataError(f"{self.prefix}: no {names}; {_what_to_do(self.prefix)}")
         self._idx_bytes = idx_path(self.prefix).stat().st_size
         self._bin_bytes = bin_path(self.prefix).stat().st_size
         self.dtype, self.num_sequences, num_entries = self._read_header()
@@ -402,14 +405,6 @@ def strip_suffix(prefix: str | Path) -> str:
     text = str(prefix)
     named_a_file = text.endswith((".idx", ".bin")) and not idx_path(text).exists()
     return text[: -len(".idx")] if named_a_file else text
-
-
-def _require_pair(prefix: str) -> None:
-    missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
-    if not missing:
-        return
-    names = " and ".join(str(path) for path in missing)
-    raise DataError(f"{prefix}: no {names}; {_what_to_do(prefix)}")
 
 
 def _what_to_do(prefix: str) -> str:

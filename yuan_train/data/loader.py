@@ -96,10 +96,6 @@ class SampleRules:
         """Whether some tokens have no loss."""
         return self.separator_id is not None or self.mask_after_eod
 
-    def without_fim(self) -> SampleRules:
-        """These rules without fill-in-the-middle, for validation."""
-        return replace(self, fim=None)
-
     def rearrange(self, tokens: np.ndarray, key: int) -> np.ndarray:
         """Tokens [S + 1] with some documents rearranged to fill-in-the-middle, int64 of the same length.
 
@@ -481,7 +477,10 @@ class Corpus:
 
         Raises DataError when an id is beyond the vocabulary.
         """
-        tokens = self.stored_sample(index)
+        ranges = self._ranges(index)
+        stored = np.concatenate([self.dataset.tokens(first, last) for first, last in ranges])
+        tokens = stored.astype(np.int64)
+        self._check_ids(tokens)
         if self._rules is None:
             return tokens
         return self._rules.rearrange(tokens, hash_key("fim", self._seed, self._identity, index))
@@ -494,14 +493,6 @@ class Corpus:
         ranges = self._ranges(index)
         is_answer = np.concatenate([self._answers.tokens(first, last) for first, last in ranges])
         return np.where(is_answer[1:] != 0, targets, IGNORED)
-
-    def stored_sample(self, index: int) -> np.ndarray:
-        """Token ids int64 [S + 1] of sample `index` as stored, before the rules. Raises as `sample`."""
-        tokens = np.concatenate(
-            [self.dataset.tokens(first, last) for first, last in self._ranges(index)]
-        ).astype(np.int64)
-        self._check_ids(tokens)
-        return tokens
 
     def _ranges(self, index: int) -> list[tuple[int, int]]:
         """The tokens of the file, [first, last) each, that a sample consists of."""
@@ -626,7 +617,7 @@ def open_corpora(
     """
     _check_sources(sources)
     if spec.rules is not None and part == "validation":
-        spec = replace(spec, rules=spec.rules.without_fim())
+        spec = replace(spec, rules=replace(spec.rules, fim=None))
     corpora = []
     identities: dict[str, int] = {}
     for prefix, _ in sources:

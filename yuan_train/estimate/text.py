@@ -12,7 +12,6 @@ from yuan_train.config.devices import MEMORY_FRACTION
 from yuan_train.estimate.memory import (
     Length,
     MemoryCase,
-    Remedy,
     StageBytes,
     largest_fitting,
     memory_of,
@@ -34,7 +33,10 @@ def estimate_text(case: MemoryCase, length: Length | None) -> str:
         lines.append(f"  {words:<75} {_gb(memory.of_phase(name)):>7}{mark}")
     lines.append(f"  peak {verdict(case)}")
     if not case.fits:
-        ways = [_remedy_words(remedy) for remedy in remedies(case)]
+        ways = [
+            f"{way.change.replace('_', ' ')} {way.value} ({_gb(memory_of(way.case).peak)} GB)"
+            for way in remedies(case)
+        ]
         lines += [f"  would fit: {way}" for way in ways]
         if not ways:
             lines.append("  no one change makes it fit: divide the model over cards with `yuan-train plan`")
@@ -128,10 +130,6 @@ def _lengths_json(case: MemoryCase) -> dict[str, Any]:
         "capacity_bytes": case.device.memory,
         "usable_bytes": case.usable_bytes,
     }
-
-
-def _remedy_words(remedy: Remedy) -> str:
-    return f"{remedy.change.replace('_', ' ')} {remedy.value} ({_gb(memory_of(remedy.case).peak)} GB)"
 
 
 def _largest_words(case: MemoryCase, length: Length) -> str:

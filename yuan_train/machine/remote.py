@@ -127,7 +127,9 @@ def look(question: dict[str, Any]) -> dict[str, Any]:
     if question.get("remove"):
         (folder / question["remove"]).unlink(missing_ok=True)
     if question.get("seen"):
-        found["seen"] = _sees(folder / question["seen"])
+        path = folder / question["seen"]
+        # Listing a folder makes a network file system look again.
+        found["seen"] = path.parent.is_dir() and path.name in os.listdir(path.parent)
     return found
 
 
@@ -184,11 +186,6 @@ def _make_mark(path: Path) -> str | None:
     except OSError as error:
         return f"{path.parent}: {error.strerror}"
     return None
-
-
-def _sees(path: Path) -> bool:
-    # Listing a folder makes a network file system look again.
-    return path.parent.is_dir() and path.name in os.listdir(path.parent)
 
 
 def receive(stream: IO[bytes], folder: Path) -> int:

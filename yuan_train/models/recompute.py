@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ class SelectiveRecompute(SaveInParts):
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _View):
-            return packed.materialize()
+            return packed.made.recompute().as_strided(packed.size, packed.stride, packed.storage_offset)
         return super()._unpack(packed)
 
 
@@ -164,14 +164,10 @@ class _RecomputeFn:
         return output
 
 
-class _View:
+class _View(NamedTuple):
     """One saved use of a recomputable tensor: the tensor itself or a view of it, by size and strides."""
 
-    def __init__(
-        self, recompute: _RecomputeFn, size: tuple[int, ...], stride: tuple[int, ...], storage_offset: int
-    ) -> None:
-        self._recompute = recompute
-        self._size, self._stride, self._storage_offset = size, stride, storage_offset
-
-    def materialize(self) -> Tensor:
-        return self._recompute.recompute().as_strided(self._size, self._stride, self._storage_offset)
+    made: _RecomputeFn
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int

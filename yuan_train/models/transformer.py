@@ -132,7 +132,9 @@ class Transformer(nn.Module):
         # Not a ModuleList: its keys would count from 0 in every part.
         self.layers = nn.ModuleDict(blocks)
         for i, block in self.blocks.items():
-            _add_adapters(block, config)
+            for name in adapted(config):
+                assert config.lora is not None
+                cast(Linear, block.get_submodule(name)).add_adapters(config.lora.rank, config.lora.scale)
             if i < first:
                 block.keep_half("feed_forward")
             elif i + 1 > last:
@@ -190,10 +192,11 @@ class Transformer(nn.Module):
         first, last = layers
         x_BSH = self.embedding(x) if self.has_embedding and not first else x
         rotary, hidden = self._rotary(x_BSH, positions), self.layout.split(x_BSH)
+        rate = self.config.hidden_dropout
         if parts is not None:
             parts.share(x, positions, document_start, rotary.cos, rotary.sin)
         for i, (layer, block) in list(enumerate(self.blocks.items()))[first:last]:
-            drop = self._dropout(dropout_seed, layer)
+            drop = LayerDropout(rate, dropout_seed, layer) if dropout_seed is not None and rate else None
             recompute = self.recompute_of(i) if last is None else "none"
             if parts is not None:
                 parts.enter(hidden)
@@ -253,23 +256,11 @@ class Transformer(nn.Module):
             {i: _new_layer_cache(b, batch_size, max_length) for i, b in self.blocks.items()}, max_length
         )
 
-    def _dropout(self, dropout_seed: DropoutSeed | None, layer: int) -> LayerDropout | None:
-        """The dropout of a layer; None if there is none."""
-        rate = self.config.hidden_dropout
-        return LayerDropout(rate, dropout_seed, layer) if dropout_seed is not None and rate else None
-
     def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> RotaryTables:
         length = x_BSH.shape[1]
         if positions is None:
             positions = torch.arange(length, device=x_BSH.device).unsqueeze(0)
         return rotary_tables(self.config, positions, length=length, dtype=x_BSH.dtype)
-
-
-def _add_adapters(block: Block, config: ModelConfig) -> None:
-    """Add the adapters that a whole layer has."""
-    for name in adapted(config):
-        assert config.lora is not None
-        cast(Linear, block.get_submodule(name)).add_adapters(config.lora.rank, config.lora.scale)
 
 
 def _run(

@@ -347,7 +347,10 @@ def _build_parts(
         if parts.initial is not None:
             for name, parameter in module.named_parameters():
                 init_shard(name, parameter, found[name], parts.initial)
-        _tie(module, modules)
+        for other in modules.values():
+            # The stages of one rank that both hold the tied embedding share it.
+            if "embedding" in module._modules and "embedding" in other._modules:
+                module._modules["embedding"].weight = other._modules["embedding"].weight  # pyright: ignore
         shards |= found
         modules[number] = module
     return modules, shards
@@ -369,13 +372,6 @@ def init_shard(name: str, parameter: torch.Tensor, shard: Shard, initial: Initia
     """Fill this rank's shard of a parameter with its initial values."""
     for first, rows in initial(name, shard.shape, wanted=shard.holds_rows):
         shard.fill_rows(parameter, first, rows)
-
-
-def _tie(module: torch.nn.Module, others: Mapping[int, torch.nn.Module]) -> None:
-    """Share the tied embedding between the stages of one rank that both hold it."""
-    for other in others.values():
-        if "embedding" in module._modules and "embedding" in other._modules:
-            module._modules["embedding"].weight = other._modules["embedding"].weight  # pyright: ignore
 
 
 def _await_weights(

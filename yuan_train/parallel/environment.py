@@ -63,14 +63,10 @@ def rank_defaults(given: Mapping[str, str], *, local_ranks: int, num_cores: int)
     found = {names[0]: value for names, value in DEFAULTS if not any(name in given for name in names)}
     if OWN_THREADS in given:
         return found | {THREADS: given[OWN_THREADS]}
-    if local_ranks > 1 and (THREADS not in given or _is_torchruns(given)):
+    # torchrun sets 1 for several ranks, if the user has set none.
+    if local_ranks > 1 and (THREADS not in given or under_torchrun(given) and given[THREADS] == "1"):
         return found | {THREADS: str(max(1, num_cores // local_ranks))}
     return found
-
-
-def _is_torchruns(given: Mapping[str, str]) -> bool:
-    """Whether OMP_NUM_THREADS looks like torchrun's own: 1 for several ranks, if the user has set none."""
-    return under_torchrun(given) and given[THREADS] == "1"
 
 
 def under_torchrun(given: Mapping[str, str] = os.environ) -> bool:

@@ -92,11 +92,6 @@ def is_timed(line: Line) -> bool:
     return is_step_number(line.get("step")) and _is_amount(seconds) and seconds != 0
 
 
-def is_step(line: Line) -> bool:
-    """Whether a line is that of a finished training step."""
-    return is_timed(line) and is_number(line.get("loss"))
-
-
 def checked(line: Line) -> Line:
     """The line without values of a wrong type or size."""
     return {name: value for name, value in line.items() if name not in _SHAPES or _SHAPES[name](value)}
@@ -142,7 +137,8 @@ def _steps_in(lines: Sequence[bytes]) -> list[Line]:
             return found
     except (ValueError, TypeError, KeyError, IndexError):
         pass
-    return [line for text in lines if (line := parse_line(text)) is not None and is_step(line)]
+    known = [line for line in map(parse_line, lines) if line is not None]
+    return [line for line in known if is_timed(line) and is_number(line.get("loss"))]
 
 
 def _are_all_numbers(values: Sequence[Any]) -> bool:

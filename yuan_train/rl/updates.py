@@ -358,7 +358,11 @@ def grpo(rewards_QG: Tensor) -> Tensor:
 
 def dr_grpo(rewards_QG: Tensor) -> Tensor:
     """r - mean r of the group; [Q, G]. Liu et al. 2025 (arXiv 2503.20783)."""
-    _check_group(rewards_QG)
+    if rewards_QG.dim() != 2 or rewards_QG.shape[1] < 2:
+        raise ValueError(
+            f"rewards {list(rewards_QG.shape)}: wanted [prompts, group] with a group of 2 or more answers, "
+            "whose mean is what is expected"
+        )
     # In exact arithmetic the same as r - mean r, and exactly 0 where all rewards are equal.
     shifted_QG = rewards_QG - rewards_QG[:, :1]
     return shifted_QG - shifted_QG.mean(1, keepdim=True)
@@ -434,11 +438,3 @@ def whiten(advantages_BS: Tensor, mask_BS: Tensor) -> Tensor:
     mean = inside_N.mean()
     variance = (inside_N - mean).square().mean()
     return ((advantages_BS - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)).where(mask_BS, 0)
-
-
-def _check_group(rewards_QG: Tensor) -> None:
-    if rewards_QG.dim() != 2 or rewards_QG.shape[1] < 2:
-        raise ValueError(
-            f"rewards {list(rewards_QG.shape)}: wanted [prompts, group] with a group of 2 or more answers, "
-            "whose mean is what is expected"
-        )

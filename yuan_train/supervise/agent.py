@@ -390,7 +390,9 @@ def _run_ranks(
         # The store is gone; the ranks have links of their own, and may still save.
         if ranks is not None:
             ranks.ask_to_end()
-            _await_end(ranks, SAVE_SECONDS)
+            end = time.monotonic() + SAVE_SECONDS
+            while ranks.poll() is None and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
         raise
     finally:
         if ranks is not None:
@@ -420,12 +422,6 @@ def _start(job: Supervised, agent: Agent, order: Directive, current: Round) -> R
 def plan_path(job: Supervised, number: int) -> Path:
     """The file of a run's plan; each node writes it, whether or not the others see its disk."""
     return job.folder / "plans" / f"plan-{number}.yaml"
-
-
-def _await_end(ranks: Ranks, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while ranks.poll() is None and time.monotonic() < end:
-        time.sleep(POLL_SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -517,7 +517,9 @@ class Watch:
         if activity.kind == "wait":
             assert step is not None
             what = "forward" if step.kind == "receive_activation" else "backward"
-            where = f"the {what} of micro-batch {step.micro_batch}{self._on_stage(step)}"
+            # Only a rank of several stages has to say which.
+            stage = f" on stage {step.stage}" if len(self._coord.stages) > 1 else ""
+            where = f"the {what} of micro-batch {step.micro_batch}{stage}"
             return f"waited {seconds} in {where} for {self._message(step)}"
         if activity.kind in ("collective", "idle"):
             return f"waited {seconds} in {activity.what} for {self._others(ranks)}"
@@ -526,10 +528,6 @@ class Watch:
         group = self._grid.replica(self._coord)
         shared = f", with {self._others(group)}" if activity.kind == "compute" and len(group) > 1 else ""
         return f"been {seconds} in {activity}{shared}"
-
-    def _on_stage(self, step: Step) -> str:
-        """Only a rank of several stages has to say which."""
-        return f" on stage {step.stage}" if len(self._coord.stages) > 1 else ""
 
     def _message(self, step: Step) -> str:
         """`rank 5's gradient`."""

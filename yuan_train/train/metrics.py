@@ -161,7 +161,10 @@ class Log:
         Raises TrainingError if the file cannot take them.
         """
         if self._file is not None:
-            line = {"version": VERSION, **_finite(asdict(metrics))}
+            line: dict[str, Any] = {"version": VERSION}
+            for name, value in asdict(metrics).items():
+                # JSON has neither NaN nor infinities.
+                line[name] = None if isinstance(value, float) and not math.isfinite(value) else value
             for name in (n for names in LEFT_OUT if getattr(metrics, names[0]) is None for n in names):
                 del line[name]
             write_lines(self._file, [json.dumps(line) + "\n"])
@@ -191,12 +194,13 @@ def is_logged(step: int, run: RunConfig) -> bool:
 
 def progress_line(metrics: StepMetrics, *, total_steps: int) -> str:
     """The progress line of a step: `step 10/100 | loss 5.1234 | ...`."""
+    rate = metrics.tokens_per_second
     parts = [
         f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
         *metrics.highlights,
         f"grad {metrics.grad_norm:.3f}",
         f"lr {metrics.lr:.2e}",
-        f"{_thousands(metrics.tokens_per_second)} tok/s",
+        f"{rate / 1e3:.1f}k tok/s" if rate >= 1e4 else f"{rate:.0f} tok/s",
         f"MFU {metrics.mfu:.1%}" if metrics.mfu is not None else "MFU -",
         f"{metrics.step_seconds:.3f} s",
     ]
@@ -257,16 +261,6 @@ def close_quietly(file: TextIO) -> None:
     """Close a file; one that was full has been reported, and has nothing more to say."""
     with contextlib.suppress(OSError):
         file.close()
-
-
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with None for NaN and infinities, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-def _thousands(value: float) -> str:
-    """`512`, `20.5k`."""
-    return f"{value / 1e3:.1f}k" if value >= 1e4 else f"{value:.0f}"
 
 
 def _clock(seconds: float) -> str:

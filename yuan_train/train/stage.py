@@ -272,7 +272,11 @@ class StageRunner:
         """What `forward` returns, of the model's output."""
         if self._model.has_head:
             assert batch.targets is not None
-            output = self._mean_loss(output, batch.targets)
+            # A micro-batch's share of the batch's mean loss, which is counted.
+            gradient_scale = self._scale / self._num_terms
+            total = self.objective.total(self._model, output, batch.targets, gradient_scale=gradient_scale)
+            output = total / self._num_terms
+            self.loss += output.detach()
         self.finite &= torch.isfinite(output.detach()).all()
         if torch.is_grad_enabled() and not output.requires_grad:
             # Nothing before it is trained, in a run of adapters: the backward ends here.
@@ -309,14 +313,6 @@ class StageRunner:
         finally:
             for router in routers.values():
                 router.given = None
-
-    def _mean_loss(self, hidden_BSH: torch.Tensor, targets: Targets) -> torch.Tensor:
-        """A micro-batch's share of the batch's mean loss, which is counted."""
-        gradient_scale = self._scale / self._num_terms
-        total = self.objective.total(self._model, hidden_BSH, targets, gradient_scale=gradient_scale)
-        mean = total / self._num_terms
-        self.loss += mean.detach()
-        return mean
 
     @contextmanager
     def splitting(self, micro_batch: int, split: bool) -> Iterator[None]:
