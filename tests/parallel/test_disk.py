@@ -41,18 +41,18 @@ def state_of(
     *,
     timeout_seconds: float = 60.0,
 ) -> OwnedState:
-    needed = away_bytes(bucket, shares, away)
+    of_host, of_disk = away_bytes(bucket, shares, away)
     store = None
-    if needed.disk:
-        elements = needed.disk // (3 * bucket.gradient.itemsize)
+    if of_disk:
+        elements = of_disk // (3 * bucket.gradient.itemsize)
         store = DiskStore(
-            DiskFile(directory, needed.disk),
+            DiskFile(directory, of_disk),
             dtype=bucket.gradient.dtype,
             chunk=chunk_elements(elements),
             device=CPU,
             timeout_seconds=timeout_seconds,
         )
-    host = HostPlace(HostSlab(needed.host, device=CPU, what="a test"), make_links(CPU), store)
+    host = HostPlace(HostSlab(of_host, device=CPU, what="a test"), make_links(CPU), store)
     return OwnedState(bucket, Groups({}, {}), shares, away=away, host=host)
 
 
@@ -107,7 +107,7 @@ def test_state_elsewhere_changes_no_bit_and_takes_what_it_needs(
             assert len(chunks) > 2 and {chunk.decays for chunk in chunks} == {True, False}
             # Master, gradient and two moments, each rounded up to a cache line, and nothing beside them.
             needed = 4 * bucket.gradient.itemsize * stepped
-            assert needed <= away_bytes(bucket, shares, away).host <= needed + 4 * 64
+            assert needed <= away_bytes(bucket, shares, away)[0] <= needed + 4 * 64
     assert not list(tmp_path.iterdir())
 
 

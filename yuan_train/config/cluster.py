@@ -305,15 +305,12 @@ def _link_constraints(cluster: Cluster, nodes: set[str]) -> Iterator[Violation]:
 
 
 def load_cluster(path: str | Path, overrides: tuple[str, ...] = ()) -> Cluster:
-    """Read a cluster file, also by a name of `configs/cluster`. Raises ConfigError with every violation."""
+    """Read a cluster file, also by a name of `configs/cluster`; each card's type is called as `device_types`
+    or the catalogue call it. Raises ConfigError with every violation."""
     document = read_document(locate_cluster(path))
     for assignment in overrides:
         document = override(document, assignment)
-    return _with_catalogue_names(build(document, Cluster, validate=validate_cluster))
-
-
-def _with_catalogue_names(cluster: Cluster) -> Cluster:
-    """The cluster with each card's type as `device_types` or the catalogue call it."""
+    cluster = build(document, Cluster, validate=validate_cluster)
     nodes = (
         group.with_cards([catalogue_name(cluster, name) or name for name in group.types])
         for group in cluster.nodes

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def _rank_constraints(plan: Plan) -> Iterator[Violation]:
             for rank in ranks:
                 if rank >= plan.world_size:
                     yield Violation(path, f"there is no rank {rank}; ranks has {plan.world_size}, from 0")
-            counts = Counter(ranks) if len(set(ranks)) < len(ranks) else {}
+            counts = Counter(ranks) if len(set(ranks)) < len(ranks) else Counter[int]()
             for rank in sorted(rank for rank, times in counts.items() if times > 1):
                 yield Violation(
                     path, f"rank {rank} is named twice in this stage; a rank works in one replica"
@@ -268,23 +268,20 @@ def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violati
 
 def _expert_constraints(plan: Plan) -> Iterator[Violation]:
     """Each replica of a stage has all experts."""
+    num_experts = plan.model.num_experts
     for p, s, stage in plan.numbered_stages:
-        fault = _expert_fault(stage.experts, len(stage.replicas[0]), plan.model.num_experts)
-        if fault is not None:
-            yield Violation(("pipelines", p, "stages", s, "experts"), fault)
-
-
-def _expert_fault(counts: Sequence[int] | None, width: int, num_experts: int) -> str | None:
-    if counts is None:
-        return None
-    if not num_experts:
-        return f"{list(counts)}, but the model has no experts; leave this out"
-    if len(counts) != width:
-        return f"{len(counts)} counts for replicas of {width} ranks; give one for each rank"
-    if sum(counts) != num_experts:
-        total = f"{list(counts)} are {sum(counts)} experts, but each layer has {num_experts}"
-        return f"{total}; give counts that sum to {num_experts}"
-    return None
+        counts, width, path = stage.experts, len(stage.replicas[0]), ("pipelines", p, "stages", s, "experts")
+        if counts is None:
+            continue
+        if not num_experts:
+            yield Violation(path, f"{list(counts)}, but the model has no experts; leave this out")
+        elif len(counts) != width:
+            yield Violation(
+                path, f"{len(counts)} counts for replicas of {width} ranks; give one for each rank"
+            )
+        elif sum(counts) != num_experts:
+            total = f"{list(counts)} are {sum(counts)} experts, but each layer has {num_experts}"
+            yield Violation(path, f"{total}; give counts that sum to {num_experts}")
 
 
 def _share_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violation]:

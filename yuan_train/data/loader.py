@@ -480,7 +480,16 @@ class Corpus:
         ranges = self._ranges(index)
         stored = np.concatenate([self.dataset.tokens(first, last) for first, last in ranges])
         tokens = stored.astype(np.int64)
-        self._check_ids(tokens)
+        largest, smallest = int(tokens.max()), int(tokens.min())
+        if smallest < 0:
+            raise DataError(
+                f"{self.prefix}: token id {smallest}; wanted ids from 0 on; preprocess the text again"
+            )
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise DataError(
+                f"{self.prefix}: token id {largest} is beyond the model's vocabulary of {self._vocab_size}; "
+                "preprocess with the tokenizer of this model, or raise vocab_size in the model file"
+            )
         if self._rules is None:
             return tokens
         return self._rules.rearrange(tokens, hash_key("fim", self._seed, self._identity, index))
@@ -536,18 +545,6 @@ class Corpus:
 
         # The key knows the lengths of all sequences; the part's size knows the split.
         return EpochOrder(**shared_or_own(self._cache, f"order-{key:016x}-{size}", shapes, fill))
-
-    def _check_ids(self, tokens: np.ndarray) -> None:
-        largest, smallest = int(tokens.max()), int(tokens.min())
-        if smallest < 0:
-            raise DataError(
-                f"{self.prefix}: token id {smallest}; wanted ids from 0 on; preprocess the text again"
-            )
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            raise DataError(
-                f"{self.prefix}: token id {largest} is beyond the model's vocabulary of {self._vocab_size}; "
-                "preprocess with the tokenizer of this model, or raise vocab_size in the model file"
-            )
 
 
 class Blend:

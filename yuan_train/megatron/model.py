@@ -147,12 +147,6 @@ class DropAdd:
         return residual_SBH + dropped_BSH.transpose(0, 1)
 
 
-def block_spec(model: ModelConfig, layers: range, batches: Batches) -> Any:
-    """The layers [first, last) of a model, and the final norm."""
-    specs = [_layer_spec(model, layer, batches) for layer in layers]
-    return core.TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
-
-
 def _layer_spec(model: ModelConfig, layer: int, batches: Batches) -> Any:
     def drop_add(site: str) -> Any:
         params = {"rate": model.hidden_dropout, "layer": layer, "site": site, "batches": batches}
@@ -318,9 +312,10 @@ def build_chunks(
         config = _config(plan, expression, stage, precision=precision, timers=timers)
         virtual = number if expression.virtual > 1 else None
         first, last = int(stage.layers[0]), int(stage.layers[1])
+        specs = [_layer_spec(plan.model, layer, batches) for layer in range(first, last)]
         model = core.GPTModel(
             config,
-            block_spec(plan.model, range(first, last), batches),
+            core.TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm),
             vocab_size=plan.model.vocab_size,
             max_sequence_length=plan.sequence_length,
             pre_process=stage.embedding,

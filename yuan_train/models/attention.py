@@ -183,8 +183,11 @@ def find_resets(
     """
     if eod_id is None:
         return DocumentResets()
+    # True at the first token of each document.
+    document_start = torch.ones_like(tokens_BS, dtype=torch.bool)
+    document_start[:, 1:] = tokens_BS[:, :-1] == eod_id
     return resets_at(
-        find_document_starts(tokens_BS, eod_id),
+        document_start,
         reset_position_ids=reset_position_ids,
         reset_attention=reset_attention,
         reset_filter=reset_filter,
@@ -204,13 +207,6 @@ def resets_at(
         document_start=document_start if reset_filter else None,
         document_ranges=_ranges(document_start) if reset_attention else None,
     )
-
-
-def find_document_starts(tokens_BS: Tensor, eod_id: int) -> Tensor:
-    """Return bool [B, S], True at the first token of each document."""
-    document_start = torch.ones_like(tokens_BS, dtype=torch.bool)
-    document_start[:, 1:] = tokens_BS[:, :-1] == eod_id
-    return document_start
 
 
 def _positions(document_start: Tensor) -> Tensor:

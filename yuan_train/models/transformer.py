@@ -251,10 +251,18 @@ class Transformer(nn.Module):
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def new_cache(self, *, batch_size: int, max_length: int) -> Cache:
-        """Return an empty cache for at most `max_length` tokens of `batch_size` sequences."""
-        return Cache(
-            {i: _new_layer_cache(b, batch_size, max_length) for i, b in self.blocks.items()}, max_length
-        )
+        """Return an empty cache for at most `max_length` tokens of `batch_size` sequences, with the widths of
+        the weights: a sharded layer caches its own heads and channels."""
+        layers: dict[int, LayerCache] = {}
+        for i, block in self.blocks.items():
+            value, head_dim = block.attention.value.weight, block.attention.head_dim
+            shape = (batch_size, max_length, value.shape[0] // head_dim, head_dim)
+            filter_state = None
+            if block.filter is not None:
+                channels, hidden = block.filter.conv1.weight.shape[:2]
+                filter_state = (value.new_zeros(batch_size, hidden), value.new_zeros(batch_size, channels))
+            layers[i] = LayerCache(value.new_zeros(shape), value.new_zeros(shape), filter_state)
+        return Cache(layers, max_length)
 
     def _rotary(self, x_BSH: Tensor, positions: Tensor | None) -> RotaryTables:
         length = x_BSH.shape[1]
@@ -311,17 +319,6 @@ def init_weights(model: Transformer, *, seed: int) -> None:
         weight = initial_weight(model.config, name, tuple(parameter.shape), seed=seed)
         with torch.no_grad():
             parameter.copy_(weight)
-
-
-def _new_layer_cache(block: Block, batch_size: int, max_length: int) -> LayerCache:
-    """An empty cache with the widths of the weights: a sharded layer caches its own heads and channels."""
-    value, head_dim = block.attention.value.weight, block.attention.head_dim
-    shape = (batch_size, max_length, value.shape[0] // head_dim, head_dim)
-    filter_state = None
-    if block.filter is not None:
-        channels, hidden = block.filter.conv1.weight.shape[:2]
-        filter_state = (value.new_zeros(batch_size, hidden), value.new_zeros(batch_size, channels))
-    return LayerCache(value.new_zeros(shape), value.new_zeros(shape), filter_state)
 
 
 BLOCK_ELEMENTS = 1 << 22

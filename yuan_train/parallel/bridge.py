@@ -144,7 +144,9 @@ class Bridge:
         else:
             buffer = torch.empty(shape, dtype=dtype, device=self._boundary.device)
         if self._groups.replica is not None:
-            self._groups.replica.broadcast(buffer, self._leader, self._broadcast_name(step)).wait()
+            if (what := self._broadcast_names.get(step)) is None:
+                what = self._broadcast_names[step] = f"the broadcast after the {step}"
+            self._groups.replica.broadcast(buffer, self._leader, what).wait()
         return buffer
 
     def send(self, step: Step, tensor: torch.Tensor) -> None:
@@ -211,12 +213,6 @@ class Bridge:
             # Waits for nothing: the operation is over when the message that proves it is there.
             last, pending = under_way.popleft()
             self._wait(last, pending)
-
-    def _broadcast_name(self, step: Step) -> str:
-        name = self._broadcast_names.get(step)
-        if name is None:
-            name = self._broadcast_names[step] = f"the broadcast after the {step}"
-        return name
 
     def _route(self, step: Step) -> _Route:
         """Of a send or a receive of this rank."""

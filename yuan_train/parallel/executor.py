@@ -279,7 +279,10 @@ class Executor:
     def steps(self, program: RankProgram, after_step: Callable[[Step], None] | None = None) -> Iterator[Step]:
         """As `run`, but yield every step just before running it."""
         training = any(step.kind in ("backward", "backward_input") for step in program)
-        for task in self._tasks_of(program):
+        if id(program) not in self._tasks:
+            all_steps = frozenset(program)
+            self._tasks[id(program)] = program, tuple(_task(step, all_steps) for step in program)
+        for task in self._tasks[id(program)][1]:
             yield task.step
             self._run(task, training=training)
             if after_step is not None:
@@ -288,12 +291,6 @@ class Executor:
             with during(Activity("drain")):
                 self._bridge.drain()
         assert not self._kept and not self._results
-
-    def _tasks_of(self, program: RankProgram) -> tuple[_Task, ...]:
-        if id(program) not in self._tasks:
-            all_steps = frozenset(program)
-            self._tasks[id(program)] = program, tuple(_task(step, all_steps) for step in program)
-        return self._tasks[id(program)][1]
 
     @ops.variable_held()
     def _run(self, task: _Task, *, training: bool) -> None:

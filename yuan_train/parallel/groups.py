@@ -281,19 +281,14 @@ def enter_world_as(rank: int, *, device: Device, timeout_seconds: float) -> None
     """
     store, world_size = dist.HashStore(), 1
     if dist.is_initialized():
-        if _order_is_same(rank):
+        differs = torch.tensor(float(rank != dist.get_rank()))
+        dist.all_reduce(differs, dist.ReduceOp.MAX)
+        if not differs:
             return
         met_in = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
         store, world_size = dist.PrefixStore("entered-again", met_in), dist.get_world_size()
         dist.destroy_process_group()
     connect("the ranks", store, rank if world_size > 1 else 0, world_size, device, timeout_seconds)
-
-
-def _order_is_same(rank: int) -> bool:
-    """Whether every rank gives its own number; collective over all ranks."""
-    differs = torch.tensor(float(rank != dist.get_rank()))
-    dist.all_reduce(differs, dist.ReduceOp.MAX)
-    return not bool(differs)
 
 
 def make_world_groups(*, timeout_seconds: float) -> Groups:

@@ -507,18 +507,8 @@ def owned_by(bucket: FlatBucket, shares: Sequence[float] | None) -> list[Owned]:
     return [Owned(part, *own) for part, own in zip(bucket.slices, ranges, strict=True)]
 
 
-@dataclass(frozen=True)
-class AwayBytes:
-    """What a rank's state takes away from the card."""
-
-    host: int
-    """Of a slab."""
-    disk: int
-    """Of the rank's file."""
-
-
-def away_bytes(bucket: FlatBucket, shares: Sequence[float] | None, away: Away) -> AwayBytes:
-    """What this rank's state of a bucket takes of host memory and of a disk."""
+def away_bytes(bucket: FlatBucket, shares: Sequence[float] | None, away: Away) -> tuple[int, int]:
+    """Bytes that this rank's state of a bucket takes of a slab of the host, and of the rank's file."""
     dtype = bucket.gradient.dtype
     host = disk = 0
     for own in owned_by(bucket, shares):
@@ -529,7 +519,7 @@ def away_bytes(bucket: FlatBucket, shares: Sequence[float] | None, away: Away) -
             DISK_STATES * file_bytes(last - first, dtype)
             for first, last, _ in chunk_ranges(in_memory, n, num_matrix)
         )
-    return AwayBytes(host, disk)
+    return host, disk
 
 
 def page_state_bytes(bucket: FlatBucket) -> int:

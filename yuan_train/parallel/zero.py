@@ -85,8 +85,9 @@ def make_states(
     host: HostPlace | None = None
     if any(away.share for away in aways):
         bills = [away_bytes(bucket, shares, away) for bucket, away in zip(buckets, aways, strict=True)]
-        disk = _disk(sum(bill.disk for bill in bills), buckets[0], options, device)
-        memory = HostSlab(sum(bill.host for bill in bills), device=device, what="optimizer_offload")
+        of_host, of_disk = map(sum, zip(*bills, strict=True))
+        disk = _disk(of_disk, buckets[0], options, device)
+        memory = HostSlab(of_host, device=device, what="optimizer_offload")
         host = HostPlace(memory, make_links(device), disk)
     of_pages = sum(page_state_bytes(bucket) for bucket in buckets if bucket.is_paged)
     slab = HostSlab(of_pages, device=CPU, what="parameter_offload") if of_pages else None

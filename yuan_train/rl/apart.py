@@ -32,12 +32,11 @@ from yuan_train.config.rl import RLConfig
 from yuan_train.config.rl_plan import RlPlan
 from yuan_train.data.prompts import Prompts
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.parallel.apply import RankRuntime, parallelize
+from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.board import RolePosition
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.environment import tell_launcher
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import as_training_error, guard_world_collective, share_object, wait_for_world
 from yuan_train.parallel.transfer import take_weights
 from yuan_train.parallel.zero import EngineOptions
@@ -71,8 +70,7 @@ from yuan_train.rl.job import RLJob, check_supported, read_file
 from yuan_train.rl.passes import ReadingModel
 from yuan_train.rl.scoring import Requests, joining
 from yuan_train.schedule.flow import newest_batch
-from yuan_train.train.agreement import settle_forms
-from yuan_train.train.build import DTYPES, model_parts, own_weights
+from yuan_train.train.build import DTYPES, build_runtime, model_parts, own_weights
 from yuan_train.train.job import Position, choose_planned
 from yuan_train.train.step import Trainer
 
@@ -596,7 +594,6 @@ def serve(job: EngineJob) -> None:
     assert plan is not None, "roles are apart"
     with joining(run, roles, plan, job.device) as position:
         dtype = DTYPES[run.train.precision]
-        settle_forms(Grid(plan), position.rank, device=job.device, dtype=dtype)
         options = EngineOptions(
             dtype,
             timeout_seconds=run.train.timeout,
@@ -604,7 +601,7 @@ def serve(job: EngineJob) -> None:
             trained=False,
         )
         parts = model_parts(run.model, dtype)
-        runtime = parallelize(plan, position.rank, parts, device=job.device, options=options)
+        runtime = build_runtime(plan, position.rank, parts, job.device, options)
         with as_training_error(runtime.coord):
             server = _Server(job, runtime, position, dtype)
             with server.scoring(), server.talking():

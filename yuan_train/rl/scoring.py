@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
 from yuan_train.checkpoint.load import Checkpoint
@@ -81,9 +80,7 @@ class Requests:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """The requests, as long as there are some."""
-        while (request := self.tell(self.channel.receive() if self.channel is not None else None))[
-            0
-        ] != "stop":
+        while (request := self.tell(self.channel and self.channel.receive()))[0] != "stop":
             yield request
 
     def tell(self, value: Any) -> Any:
@@ -142,6 +139,8 @@ def serve_scores(job: ScoringJob) -> None:
 
 
 def _serve(job: ScoringJob, position: RolePosition) -> None:
+    judges = job.role == "reward" and job.run.reward.model is not None
+    numbers = last_values if judges else log_probs_at(job.run.generation.temperature)
     pipeline = job.own.plan.pipeline_of(position.rank)
     feed = RowFeed(micro_batch_size=pipeline.micro_batch_size, device=job.own.device)
     trainer, _ = build(job.own, feed=feed, trained=False)
@@ -155,34 +154,25 @@ def _serve(job: ScoringJob, position: RolePosition) -> None:
     requests = Requests(coord, channel, 0, dist.group.WORLD if dist.is_initialized() else None)
     for kind, *rest in requests:
         if kind == "weights":
+            assert take is not None, "a checkpoint's weights stay as they are"
             with as_training_error(coord):
                 take(True)
             continue
         rows, count = cast("tuple[Rows, int]", tuple(rest))
-        requests.answer(_score(job, lanes, rows, count))
-
-
-def _score(job: ScoringJob, lanes: Lanes, rows: Rows, count: int) -> torch.Tensor:
-    """A number of each of `count` tokens or sequences: fp64 on the host, on all ranks of the role."""
-    judges = job.role == "reward" and job.run.reward.model is not None
-    numbers = last_values if judges else log_probs_at(job.run.generation.temperature)
-    return lanes.record(rows, count, numbers, "scores")
+        # A number of each token or sequence: fp64 on the host, on all ranks of the role.
+        requests.answer(lanes.record(rows, count, numbers, "scores"))
 
 
 _Take = Callable[[bool], None]
 """Takes the weights that the policy sends: all, or those alone that are trained. Raises LostPeer."""
 
 
-def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take:
-    """Fill this rank's weights: those of the policy, or a checkpoint's; returns what takes the next ones."""
+def _fill(job: ScoringJob, trainer: Trainer, position: RolePosition) -> _Take | None:
+    """Fill this rank's weights: a checkpoint's, or those of the policy; returns what takes its next ones."""
     runtime, dtype, roles = trainer.runtime, DTYPES[job.run.train.precision], job.roles
     if job.reading_model is not None:
         load_runtime(job.reading_model, runtime)
-
-        def never(_: bool) -> None:
-            raise AssertionError("a checkpoint's weights stay as they are")
-
-        return never
+        return None
     with as_training_error(runtime.coord):
         link = weight_link(roles, job.role, position, connect_seconds(job.run.train))
 

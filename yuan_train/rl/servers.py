@@ -109,7 +109,9 @@ class InferenceServer:
 
     def answer(self, ticket: Ticket, params: SamplingParams) -> list[Sample]:
         """All answers to a prompt. Raises LostServer, and TrainingError for a reply that is none."""
-        seed = seed_of(params, ticket)
+        # That of the first answer follows from the run's seed and the ticket.
+        digest = hashlib.sha256(f"{params.seed}:{ticket.number}".encode()).digest()
+        seed = int.from_bytes(digest[:8]) % (SEEDS - ticket.count)
         path = "/generate" if self._kind == "sglang" else "/v1/completions"
         body = self._sglang_body(ticket, params, seed) if self._kind == "sglang" else None
         reply = self._ask("POST", path, body or self._body(ticket, params, seed), self._servers.timeout)
@@ -209,12 +211,6 @@ class InferenceServer:
 
     def _odd(self, path: str, reply: Any, wanted: str) -> TrainingError:
         return TrainingError(f"{self.url}{path}: wanted {wanted}; got {repr(reply)[:SHOWN]}")
-
-
-def seed_of(params: SamplingParams, ticket: Ticket) -> int:
-    """The seed of the first answer to a prompt: it follows from the run's seed and the ticket."""
-    digest = hashlib.sha256(f"{params.seed}:{ticket.number}".encode()).digest()
-    return int.from_bytes(digest[:8]) % (SEEDS - ticket.count)
 
 
 def _read_choices(reply: Any) -> list[tuple[Any, Any]]:

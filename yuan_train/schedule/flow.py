@@ -226,18 +226,6 @@ class Play:
         return max(1.0 - self.busy_seconds[actor] / self.step_seconds, 0.0) if self.step_seconds else 0.0
 
 
-def play_flow(flow: Flow, times: FlowTimes) -> Play:
-    """Play a flow that has passed its checker."""
-    free = dict.fromkeys(flow.programs, 0.0)
-    there: dict[FlowStep, float] = {}
-    spans: list[FlowSpan] = []
-    for actor, step in _in_order(flow):
-        start = max([free[actor], *(there[other] for other in flow.waits.get(step, ()))])
-        free[actor] = there[step] = end = start + _seconds(times, step)
-        spans.append(FlowSpan(actor, step, start, end))
-    return Play(tuple(spans), *_steady(flow, spans))
-
-
 def _seconds(times: FlowTimes, step: FlowStep) -> float:
     if step.kind == "generate":
         return times.generate[step.engine]
@@ -261,7 +249,15 @@ def _steady(flow: Flow, spans: Sequence[FlowSpan]) -> tuple[float, dict[Actor, f
 
 def play(times: FlowTimes, *, staleness: int, shared: bool, scores_apart: bool) -> Play:
     """A flow, checked and played: the batches that fill it, and those that are measured."""
-    return play_flow(_checked(staleness, len(times.generate), shared, scores_apart), times)
+    flow = _checked(staleness, len(times.generate), shared, scores_apart)
+    free = dict.fromkeys(flow.programs, 0.0)
+    there: dict[FlowStep, float] = {}
+    spans: list[FlowSpan] = []
+    for actor, step in _in_order(flow):
+        start = max([free[actor], *(there[other] for other in flow.waits.get(step, ()))])
+        free[actor] = there[step] = end = start + _seconds(times, step)
+        spans.append(FlowSpan(actor, step, start, end))
+    return Play(tuple(spans), *_steady(flow, spans))
 
 
 @functools.lru_cache(maxsize=32)

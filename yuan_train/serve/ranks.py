@@ -27,11 +27,10 @@ from yuan_train.config.plan_constraints import plan_digest
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import DocumentRules, Sampling, sample
 from yuan_train.models.transformer import Transformer
-from yuan_train.parallel.apply import RankRuntime, parallelize
+from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.board import meet
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import (
     as_training_error,
     enter_world,
@@ -44,8 +43,7 @@ from yuan_train.parallel.transport import blame_peers, wait_for_all
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.experience import Ended, Ticket
 from yuan_train.rl.generator import Draw, EngineShape, GenerationEngine, Token
-from yuan_train.train.agreement import settle_forms
-from yuan_train.train.build import DTYPES, load_runtime, model_parts, own_weights
+from yuan_train.train.build import DTYPES, build_runtime, load_runtime, model_parts, own_weights
 from yuan_train.train.ending import ending_together, explaining_memory
 from yuan_train.train.job import Position, choose_device, choose_planned
 
@@ -337,13 +335,11 @@ def opened_lane(job: ServeJob) -> Iterator[Lane]:
 def _build(job: ServeJob) -> RankRuntime:
     """This rank's parts of the model, with the checkpoint's weights."""
     plan, model = job.plan, job.checkpoint.model
-    settle_forms(Grid(plan), job.position.rank, device=job.device, dtype=job.dtype)
     options = EngineOptions(
         job.dtype, timeout_seconds=TIMEOUT_SECONDS, startup_timeout_seconds=STARTUP_SECONDS, trained=False
     )
     plan = replace(plan, sequence_length=min(plan.sequence_length, job.limits.max_length))
-    parts = model_parts(model, job.dtype)
-    runtime = parallelize(plan, job.position.rank, parts, device=job.device, options=options)
+    runtime = build_runtime(plan, job.position.rank, model_parts(model, job.dtype), job.device, options)
     load_runtime(job.checkpoint, runtime)
     for part in runtime.parts.values():
         part.eval()

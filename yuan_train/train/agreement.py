@@ -122,17 +122,19 @@ def check_same_job(job: Job) -> None:
         return
     facts = job_facts(job)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
-    if not _differs(digest):
+    # Whether some rank has another digest: two numbers instead of one from each rank.
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    least, most = own.clone(), own.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if torch.equal(least, most):
         return
     digests = gather_objects(digest)
     # What most ranks have; of equals, what the lowest rank has.
     reference = Counter(digests).most_common(1)[0][0]
     source = digests.index(reference)
     shared = share_object(facts, source=source)
-    mine = None
-    if digest != reference:
-        mine = list(_differences(flatten(facts), flatten(shared)))
-    odd = _gather(mine)
+    odd = _gather(list(_differences(flatten(facts), flatten(shared))) if digest != reference else None)
     lines = [
         f"rank {rank} ({host}) has another job than rank {source}: {'; '.join(found[:MAX_LISTED])}"
         + (f"; and {len(found) - MAX_LISTED} more differences" if len(found) > MAX_LISTED else "")
@@ -627,15 +629,6 @@ def _any_rank(flag: bool) -> bool:
     votes = torch.tensor(int(flag))
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes)
-
-
-def _differs(digest: bytes) -> bool:
-    """Whether some rank has another digest: two numbers instead of one from each rank."""
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    least, most = mine.clone(), mine.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return not torch.equal(least, most)
 
 
 def _gather(mine: Any | None) -> list[tuple[int, str, Any]]:

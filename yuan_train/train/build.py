@@ -18,13 +18,13 @@ from yuan_train.checkpoint.load import (
     load_tensors,
 )
 from yuan_train.config.model import ModelConfig, sharding_of
-from yuan_train.config.plan import StagePlan
+from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import RunConfig
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.transformer import Transformer, initial_rows
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.copies import ActivationTiers, ParameterPages
-from yuan_train.parallel.device import make_links
+from yuan_train.parallel.device import Device, make_links
 from yuan_train.parallel.executor import Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.shard import TensorBox, box_views
@@ -58,7 +58,6 @@ def build(
     compile = compile_part if run.train.compile else None
     initial = _initial(job) if trained else None
     parts = model_parts(run.model, dtype, initial=initial, compile=compile)
-    settle_forms(Grid(plan), rank, device=job.device, dtype=dtype)
     options = EngineOptions(
         dtype=dtype,
         timeout_seconds=run.train.timeout,
@@ -68,7 +67,7 @@ def build(
         disk_directory=run.memory.disk_directory,
         trained=trained,
     )
-    runtime = parallelize(plan, rank, parts, device=job.device, options=options)
+    runtime = build_runtime(plan, rank, parts, job.device, options)
     resets = run.data.resets
     if feed is None:
         # What its tokenizer tells. A row of a pair is one document, whatever tokens it holds.
@@ -138,6 +137,14 @@ def _runners(
         own = {"device": job.device, "deferred": runtime.deferred[stage]}
         found[stage] = make(cast(Transformer, part), feed, settings, **own, objective=objective, tiers=tiers)
     return found
+
+
+def build_runtime(
+    plan: Plan, rank: int, parts: ModelParts, device: Device, options: EngineOptions
+) -> RankRuntime:
+    """A rank's parts of the model, its ops of the forms that all agree on. Collective over all ranks."""
+    settle_forms(Grid(plan), rank, device=device, dtype=options.dtype)
+    return parallelize(plan, rank, parts, device=device, options=options)
 
 
 def model_parts(
