@@ -18,22 +18,20 @@ import numpy as np
 import torch
 
 from yuan_train.config.devices import Simulated
-from yuan_train.config.model import sharding_of
 from yuan_train.config.plan import one_stage_plan
 from yuan_train.config.profile import BatchProfile, GenerationProfile
 from yuan_train.config.rl import RLConfig
 from yuan_train.data.prompts import Prompt
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.generate import draw, draw_keys
-from yuan_train.models.transformer import Transformer, choose_ops, initial_rows
-from yuan_train.parallel.apply import RankRuntime, init_shard
+from yuan_train.models.transformer import Transformer
+from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.device import release_free_memory
 from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import GradReducer
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import Groups
-from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
-from yuan_train.profile.units import ProfileCase, all_agree, num_layers_in_a_row, trimmed_mean
+from yuan_train.profile.units import ProfileCase, all_agree, make_part, num_layers_in_a_row, trimmed_mean
 from yuan_train.rl.collect import answer_fields
 from yuan_train.rl.experience import Group, Sample, Ticket, make_rows
 from yuan_train.rl.generator import EngineShape, GenerationEngine, SamplingParams
@@ -116,16 +114,7 @@ def _make_depth(case: ProfileCase, layers: int) -> RankRuntime:
     """A model of some layers, whole on this rank's tensor-parallel group."""
     model = replace(case.model, num_layers=layers)
     plan = one_stage_plan(model, case.sequence_length, width=case.width)
-    sharding, row_blocks = sharding_of(model)
-    spec = ShardSpec(sharding, row_blocks, case.position, case.width)
-    choose_ops(model, case.device.torch, case.dtype)
-    with torch.device("meta"):
-        part = Transformer(model, dtype=case.dtype)
-    shards = shard_parameters(part, spec, device=case.device.torch)
-    for name, parameter in part.named_parameters():
-        init_shard(name, parameter, shards[name], partial(initial_rows, model, seed=0))
-    if case.group is not None:
-        apply_tensor_parallel(part, spec, case.group)
+    part, shards = make_part(case, model)
     grid = Grid(plan)
     program = forward_only(workers=grid.workers(0), num_micro_batches=1)[0]
     return RankRuntime(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ from yuan_train.parallel.executor import Stopwatch
 from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups, one_communicator
-from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
+from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.tensor import Meanwhile, ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.feed import MicroBatch, make_micro_batch, resets_after
 from yuan_train.train.job import type_of
@@ -198,6 +199,23 @@ def now(device: Device) -> float:
     return device.now()
 
 
+def make_part(
+    case: ProfileCase, model: ModelConfig, *, bare: bool = False, meanwhile: Meanwhile = None, **what: Any
+) -> tuple[Transformer, dict[str, Shard]]:
+    """A part of a model (`what` as `Transformer` takes it; `bare`: no rank's experts) and its shards:
+    initialised, and with the collectives of the tensor-parallel group, which `meanwhile` runs beside."""
+    choose_ops(model, case.device.torch, case.dtype)
+    spec = ShardSpec(*sharding_of(model), case.position, case.width, (0, 0) if bare else None)
+    with torch.device("meta"):
+        part = Transformer(model, **what, dtype=case.dtype)
+    shards = shard_parameters(part, spec, device=case.device.torch)
+    for name, parameter in part.named_parameters():
+        init_shard(name, parameter, shards[name], partial(initial_rows, model, seed=0))
+    if case.group is not None:
+        apply_tensor_parallel(part, spec, case.group, meanwhile=meanwhile)
+    return part, shards
+
+
 class _RandomSource:
     """In place of the data: the same random tokens at every call."""
 
@@ -226,18 +244,9 @@ class _Unit:
 
     def __init__(self, case: ProfileCase, *, layers: int, bare: bool = False, **ends: bool) -> None:
         self.case = case
-        choose_ops(case.model, case.device.torch, case.dtype)
-        sharding, row_blocks = sharding_of(case.model)
-        spec = ShardSpec(sharding, row_blocks, case.position, case.width, (0, 0) if bare else None)
-        bounds = {"layers": (0, layers), "embedding": False, "head": False, **ends}
-        with torch.device("meta"):
-            self.part = Transformer(case.model, **bounds, recompute=case.recompute, dtype=case.dtype)
-        shards = shard_parameters(self.part, spec, device=case.device.torch)
-        for name, parameter in self.part.named_parameters():
-            init_shard(name, parameter, shards[name], partial(initial_rows, case.model, seed=0))
         deferred = DeferredWeightGrads(reduces_inputs=case.group is not None)
-        if case.group is not None:
-            apply_tensor_parallel(self.part, spec, case.group, meanwhile=deferred.run_queued)
+        what = {"layers": (0, layers), "embedding": False, "head": False, **ends, "recompute": case.recompute}
+        self.part, shards = make_part(case, case.model, bare=bare, meanwhile=deferred.run_queued, **what)
         if bare:
             remove_experts(self.part)
         add_embedding_rows(self.part)
@@ -246,7 +255,7 @@ class _Unit:
             torch.compiler.reset()
             compile_blocks(self.part)
         else:
-            add_weight_grads(self.part, deferred, sharding)
+            add_weight_grads(self.part, deferred, sharding_of(case.model)[0])
         ranks = tuple(range(case.width))
         parameters = {name: p for name, p in self.part.named_parameters() if p.numel()}
         self.bucket = FlatBucket(Bucket(("unit",), (ranks,)), parameters, shards, rank=case.position)

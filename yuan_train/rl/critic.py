@@ -44,14 +44,17 @@ class Reference:
 
     def renew(self) -> None:
         """Take the weights as they are now."""
+        self._weights = self._copied()
+
+    def _copied(self) -> list[torch.Tensor]:
         finish_weight_sync(self._runtime)
-        self._weights = [_on_host(bucket.weights, self._device) for bucket in self._runtime.buckets]
+        now = [bucket.weights for bucket in self._runtime.buckets]
+        return [self._device.host_empty(tuple(own.shape), own.dtype).copy_(own) for own in now]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the reference's weights; afterwards the policy's, bit for bit."""
-        finish_weight_sync(self._runtime)
-        policy = [_on_host(bucket.weights, self._device) for bucket in self._runtime.buckets]
+        policy = self._copied()
         _put(self._runtime, self._weights)
         try:
             yield
@@ -64,10 +67,6 @@ def finish_weight_sync(runtime: RankRuntime) -> None:
     with as_training_error(runtime.coord):
         for state in runtime.states:
             state.finish_weight_sync()
-
-
-def _on_host(weights: torch.Tensor, device: Device) -> torch.Tensor:
-    return device.host_empty(tuple(weights.shape), weights.dtype).copy_(weights)
 
 
 def _put(runtime: RankRuntime, weights: list[torch.Tensor]) -> None:

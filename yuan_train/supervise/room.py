@@ -333,11 +333,16 @@ class Round:
 
     def order(self) -> Directive | None:
         """Wait for what the lead says; None: it is gone."""
-        while not self._store.check(["order"]):
+        found = self._hear("order")
+        return None if found is None else Directive(**found)
+
+    def _hear(self, key: str) -> Any:
+        """Wait for what the lead says; None: it is gone."""
+        while not self._store.check([key]):
             if self.is_abandoned():
                 return None
             time.sleep(POLL_SECONDS)
-        return Directive(**_read(self._store, "order"))
+        return _read(self._store, key)
 
     def move(self, order: Directive) -> None:
         """As the lead: have the ranks go on under another plan, as the processes that they are."""
@@ -409,7 +414,7 @@ class Round:
 
     def is_hopeless(self) -> bool:
         """Whether ranks wait for some that are gone."""
-        return self._has("hopeless")
+        return self._store.check(["hopeless"])
 
     def stop_reason(self) -> str | None:
         """Why the ranks are to end; None: they go on."""
@@ -454,11 +459,9 @@ class Round:
 
     def verdict(self) -> Verdict | None:
         """What the lead says, once it has; None: it is gone."""
-        while not self._has("verdict"):
-            if self.is_abandoned():
-                return None
-            time.sleep(POLL_SECONDS)
-        self._verdict = Verdict(**_read(self._store, "verdict"))
+        if (found := self._hear("verdict")) is None:
+            return None
+        self._verdict = Verdict(**found)
         return self._verdict
 
     def next(self, agent: Agent) -> Round | None:
@@ -471,10 +474,7 @@ class Round:
 
     def has_verdict(self) -> bool:
         """Whether the round is over."""
-        return self._has("verdict")
-
-    def _has(self, key: str) -> bool:
-        return self._store.check([key])
+        return self._store.check(["verdict"])
 
     def _await(self, keys: list[str], seconds: float) -> bool:
         """Wait for keys; whether they came in time."""

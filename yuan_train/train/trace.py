@@ -465,10 +465,12 @@ def find_links(grid: Grid) -> tuple[tuple[NodeLink, ...], ...]:
     """
     node = {entry.rank: node_of(entry) for entry in grid.plan.ranks}
     found: dict[frozenset[str], NodeLink] = {}
-    for there, back in _both_ways(grid):
+    known = frozenset(grid.edges)
+    for there in grid.edges:
+        back = Edge(there.pipeline, there.stage + 1, False, there.receiver, there.sender)
         ranks = there.sender, there.receiver
         nodes = tuple(node[rank] for rank in ranks)
-        if nodes[0] != nodes[1]:
+        if there.is_activation and back in known and nodes[0] != nodes[1]:
             found.setdefault(frozenset(nodes), NodeLink(nodes, ranks, (there, back)))
     for bucket in grid.buckets:
         for index in range(bucket.num_slices if len(bucket.owners) > 1 else 0):
@@ -484,15 +486,6 @@ def find_links(grid: Grid) -> tuple[tuple[NodeLink, ...], ...]:
             rounds.append(own := [])
         own.append(link)
     return tuple(map(tuple, rounds))
-
-
-def _both_ways(grid: Grid) -> Iterator[tuple[Edge, Edge]]:
-    """The two directions of each cut between two workers."""
-    known = frozenset(grid.edges)
-    for edge in grid.edges:
-        back = Edge(edge.pipeline, edge.stage + 1, False, edge.receiver, edge.sender)
-        if edge.is_activation and back in known:
-            yield edge, back
 
 
 class LinkClock:
