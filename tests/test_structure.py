@@ -28,25 +28,25 @@ MORE_PARAMETERS = {
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (7, 2961),  # which one a run begins with, which train asked
-    "cli": (29, 7307),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
-    "config": (14, 6392),  # experts that a rank holds, asked of a plan
-    "data": (9, 3054),
+    "checkpoint": (7, 2959),  # which one a run begins with, which train asked
+    "cli": (29, 7305),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "config": (14, 6390),  # experts that a rank holds, asked of a plan
+    "data": (9, 3046),
     "estimate": (4, 1016),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (3, 706),
     "megatron": (4, 1115),
-    "models": (15, 3417),
+    "models": (15, 3415),
     "objectives": (2, 196),
-    "parallel": (19, 7470),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "parallel": (19, 7453),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (42, 11884),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1391),
     "report": (5, 1725),  # cards with their state, plans over time, logs that grow
-    "rl": (18, 7207),  # environments of what servers draw: a request a turn
-    "schedule": (8, 2103),  # what makes programs is a value; programs with copies, which the planner had
-    "serve": (5, 1751),  # what is reset at document ends goes with the weights
+    "rl": (18, 7177),  # environments of what servers draw: a request a turn
+    "schedule": (8, 2100),  # what makes programs is a value; programs with copies, which the planner had
+    "serve": (5, 1748),  # what is reset at document ends goes with the weights
     "supervise": (5, 1961),  # rounds without a meeting, seats, a lease of who is cut off
-    "train": (14, 6420),  # it is noted how long a rank stood still
+    "train": (14, 6398),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

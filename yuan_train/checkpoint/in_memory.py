@@ -147,8 +147,7 @@ class NodeMemory:
         """
         self.folder = run_folder(directory) / quote(place[0], safe="")
         self._directory = Path(directory)
-        self._group = group
-        self._place = place
+        self._group, self._place = group, place
         self._learn_places()
         self._together(_check_memory)
         self._starts: tuple[str, ...] = self._tell(0, partial(_read_starts, self._directory))

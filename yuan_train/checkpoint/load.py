@@ -511,8 +511,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         # The default traverses the values and would not keep a local shard as it is.
         self.original_state_dict = self.state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
+        self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         # The default takes names that this rank does not hold as a sign of an old file format.

@@ -144,9 +144,7 @@ class _TextStream:
     """Prints text as its tokens arrive; a character is printed once all its bytes have arrived."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], special: bool) -> None:
-        self._tokenizer = tokenizer
-        self._special = special
-        self._prompt_ids = prompt_ids
+        self._tokenizer, self._special, self._prompt_ids = tokenizer, special, prompt_ids
         self._shown = 0
         self.show([])
 

@@ -314,11 +314,9 @@ def override(document: Document, assignment: str) -> Document:
     given = parse_document(text, name=where, numbered=False)
     value = None if text.strip() == "" else given.value
     try:
-        value = _replace(document.value, keys, value)
+        return graft(document, keys, Document(where, value, {(): where}))
     except (KeyError, IndexError, TypeError):
         raise ConfigError(f"{where}: {path!r} cannot be set in {document.name}") from None
-    kept = {source: w for source, w in document.sources.items() if source[: len(keys)] != keys}
-    return Document(document.name, value, kept | {keys: where})
 
 
 def _replace(value: Any, keys: Keys, new: Any) -> Any:

@@ -439,8 +439,7 @@ class Corpus:
         self.dataset = dataset
         self.prefix = dataset.prefix
         self.sequence_length = sequence_length = spec.sequence_length
-        self._part = part
-        self._cache = cache
+        self._part, self._cache = part, cache
         self._seed = spec.seed
         self._identity = identity
         self._vocab_size = spec.vocab_size

@@ -49,11 +49,8 @@ class Pairs:
         trained: Literal["answer", "end"],
     ) -> None:
         assert rows and len(rows) % 2 == 0
-        self._rows = rows
-        self._sequence_length = sequence_length
-        self._seed = seed
-        self._pad_id = pad_id
-        self._trained = trained
+        self._rows, self._sequence_length, self._seed = rows, sequence_length, seed
+        self._pad_id, self._trained = pad_id, trained
         digest = hashlib.sha256()
         for row in rows:
             digest.update(np.array([len(row.tokens), row.first]).tobytes() + row.tokens.tobytes())

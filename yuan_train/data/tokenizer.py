@@ -123,8 +123,7 @@ class _LineSample:
     def __init__(self, inputs: Sequence[str | Path], *, text_key: str, max_bytes: int) -> None:
         total_bytes = sum(Path(path).stat().st_size for path in inputs)
         self._threshold = min(1.0, max_bytes / max(total_bytes, 1)) * 2**32
-        self._inputs = inputs
-        self._text_key = text_key
+        self._inputs, self._text_key = inputs, text_key
         self.documents = 0
         self.undecodable = 0
         self.training_bytes = 0
@@ -261,10 +260,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: Backend, path: Path, digest: str, settings: TokenizerSettings) -> None:
-        self._backend = backend
-        self.path = path
-        self.digest = digest
-        self.settings = settings
+        self._backend, self.path, self.digest, self.settings = backend, path, digest, settings
         self.vocab_size = backend.vocab_size
         self.specials = backend.specials
         eos_id = self.role_id("eos_token")

@@ -148,9 +148,7 @@ class _RecomputeFn:
     def __init__(
         self, function: Callable[..., Tensor], inputs: tuple[Any, ...], unpack: Callable[[Any], Tensor]
     ) -> None:
-        self._function = function
-        self._unpack = unpack
-        self._inputs = inputs
+        self._function, self._unpack, self._inputs = function, unpack, inputs
         self._output: Tensor | None = None
         self.uses = 0
 

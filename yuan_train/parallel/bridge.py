@@ -68,12 +68,8 @@ class Bridge:
     ) -> None:
         """`proofs`: the sends that have arrived when a message is taken, as
         `schedule.messages.arrivals_proven` finds them."""
-        self._grid = grid
-        self._coord = coord
-        self._groups = groups
-        self._boundary = boundary
-        self._proofs = proofs
-        self._window = window
+        self._grid, self._coord, self._groups = grid, coord, groups
+        self._boundary, self._proofs, self._window = boundary, proofs, window
         self._is_leader = coord.tensor_rank == 0
         self._leader = grid.replica(coord)[0]
         """The rank of this rank's tensor-parallel group that sends and receives."""

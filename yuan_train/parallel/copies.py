@@ -314,9 +314,7 @@ class _Walk:
     """One step of the program, part by part; a forward is followed by it (`models.recompute.Parts`)."""
 
     def __init__(self, tiers: ActivationTiers, step: Step, group: PartSteps) -> None:
-        self.step = step
-        self._tiers = tiers
-        self._group = group
+        self.step, self._tiers, self._group = step, tiers, group
         self._position = -1
         self._shared: set[int] = set()
 

@@ -74,8 +74,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: Device, *, simulated: Simulated = REAL) -> None:
-        self._device = device
-        self._simulated = simulated
+        self._device, self._simulated = device, simulated
         self._paces = _Paces(simulated)
         self._kind: tuple[Hashable, ...] = ()
         """Of the piece of work that is running; empty: of no kind, so that it has no pace."""
@@ -250,8 +249,7 @@ class Executor:
     def __init__(self, works: Mapping[int, StageWork], bridge: Bridge | None, stopwatch: Stopwatch) -> None:
         self._works = works
         self._in_groups = {stage: work for stage, work in works.items() if isinstance(work, GroupWork)}
-        self._bridge = bridge
-        self._stopwatch = stopwatch
+        self._bridge, self._stopwatch = bridge, stopwatch
         self._tasks: dict[int, tuple[RankProgram, tuple[_Task, ...]]] = {}
         """Of the programs so far, by identity."""
         self._kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}

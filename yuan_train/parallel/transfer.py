@@ -377,8 +377,7 @@ class RankLink:
         self, name: str, ranks: Sequence[int], position: RolePosition, *, timeout_seconds: float
     ) -> None:
         """`timeout_seconds`: in which all its ranks come to make it. Raises LostPeer."""
-        self._name = name
-        self._position = position
+        self._name, self._position = name, position
         self.job_rank = position.job_rank
         self._index = {rank: index for index, rank in enumerate(ranks)}
         with self._naming(None, "the start"):
@@ -437,9 +436,7 @@ class Outlet:
         """Of `buckets` those that this rank is the source of, in `dtype`. `by_difference`: keep on the host
         what was sent, and send the elements whose bits have changed since."""
         self._rounds = rounds_of([bucket for bucket in buckets if bucket.source == link.job_rank])
-        self._link = link
-        self._dtype = dtype
-        self._by_difference = by_difference
+        self._link, self._dtype, self._by_difference = link, dtype, by_difference
         self._sent: dict[tuple[int, int], torch.Tensor] = {}
         """By round and target."""
 

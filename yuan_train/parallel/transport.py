@@ -123,8 +123,7 @@ class blame_peers:  # noqa: N801 (reads as the context manager that it is)
     __slots__ = ("_during", "_ranks", "_what")
 
     def __init__(self, what: str, ranks: Sequence[int]) -> None:
-        self._what = what
-        self._ranks = ranks
+        self._what, self._ranks = what, ranks
         self._during: during | None = None
 
     def __enter__(self) -> None:
@@ -170,11 +169,8 @@ class Pending:
         what: str,
         polls: bool,
     ) -> None:
-        self._works = works
-        self._tensors = tensors
-        self._ranks = ranks
-        self._what = what
-        self._polls = polls
+        self._works, self._tensors, self._ranks = works, tensors, ranks
+        self._what, self._polls = what, polls
 
     def wait(self) -> None:
         """Wait until the operations have ended: on gloo the host waits, on nccl the current stream.
@@ -238,8 +234,7 @@ class PendingReceive:
     __slots__ = ("_buffer", "_pending")
 
     def __init__(self, pending: _Message, buffer: torch.Tensor) -> None:
-        self._pending = pending
-        self._buffer = buffer
+        self._pending, self._buffer = pending, buffer
 
     def take(self) -> torch.Tensor:
         """Wait as `Pending.wait` does, and return the message, on the device. To be called once."""

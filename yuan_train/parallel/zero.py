@@ -150,8 +150,7 @@ class OwnedState:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """`host`: where what it offloads goes. `slab`: of a page."""
-        self._bucket = bucket
-        self._groups = groups
+        self._bucket, self._groups = bucket, groups
         self._reduce_dtype = reduce_dtype or bucket.gradient.dtype
         self._packed: list[torch.Tensor] = []
         self._pending: list[Pending] = []

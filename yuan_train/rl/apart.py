@@ -126,8 +126,7 @@ class Offers:
     """On the controller: what is offered, and how fast the engines are."""
 
     def __init__(self, store: dist.Store, num_engines: int) -> None:
-        self._store = store
-        self._num_engines = num_engines
+        self._store, self._num_engines = store, num_engines
         self._count = 0
         self._places: dict[int | str, tuple[int, int]] = {}
         """By ticket, its newest offer and its place there."""
@@ -181,8 +180,7 @@ class Desk:
         """Tickets whose environments are being made, and what these have said."""
         if talk is not None and talk.environments is not None:
             talk.environments.deliver = lambda said: self._inbox.put(-1, said)
-        self._store = store
-        self._engine = engine
+        self._store, self._engine = store, engine
         self._inbox = Inbox()
         self._inbox.open(0, channel)
         self._offered: dict[int, Offer] = {}

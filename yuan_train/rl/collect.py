@@ -61,13 +61,9 @@ class Collector:
         talk: Talk | None = None,
     ) -> None:
         """`engine`: None where other cards generate; `scorers`: on rank 0; `talk`: with environments."""
-        self._job = job
-        self._trainer = trainer
-        self._engine = engine
-        self._scorers = scorers
+        self._job, self._trainer, self._engine, self._scorers = job, trainer, engine, scorers
         run = job.run
-        self._reward_model = reward_model
-        self._talk = talk
+        self._reward_model, self._talk = reward_model, talk
         self._faults: dict[int | str, str] = {}
         """By ticket, of what is being scored: why an environment gave no answers."""
         self._rounds = self._filled = self._room = 0

@@ -38,8 +38,7 @@ class Reference:
     """A copy on the host of the weights as they are when it is made; the cards hold no second model."""
 
     def __init__(self, runtime: RankRuntime, device: Device) -> None:
-        self._runtime = runtime
-        self._device = device
+        self._runtime, self._device = runtime, device
         self.renew()
 
     def renew(self) -> None:
@@ -95,9 +94,7 @@ class Renewal:
         held: dict[str, LocalShard],
     ) -> None:
         """`every`: steps, 0 for never; `held`: see `load_reference`."""
-        self._every = every
-        self._trainer = trainer
-        self.reference = reference
+        self._every, self._trainer, self.reference = every, trainer, reference
         self.tensors = dict(held)
         """What this rank writes of it into a checkpoint, by global name; nothing before the first time."""
 

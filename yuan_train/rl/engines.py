@@ -58,8 +58,7 @@ class Channel:
     """Both directions between this rank and another one of a link."""
 
     def __init__(self, link: RankLink, peer: int) -> None:
-        self._link = link
-        self._peer = peer
+        self._link, self._peer = link, peer
         self._sends: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         """Header and body of each message that is not known to be read."""
         self._num_sent = self._num_read = self._num_let_go = 0

@@ -220,8 +220,7 @@ class Instances:
     """The environments of a process."""
 
     def __init__(self, make: Callable[[], Any], say: Callable[[Any], None]) -> None:
-        self._make = make
-        self._say = say
+        self._make, self._say = make, say
         self._lock = threading.Lock()
         self._held: dict[tuple[int | str, int], Any] = {}
 

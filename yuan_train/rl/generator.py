@@ -330,8 +330,7 @@ class _Stage:
     """One stage's part of the model in generation: the executor's `StageWork`."""
 
     def __init__(self, model: Transformer, engine: GenerationEngine) -> None:
-        self._model = model
-        self._engine = engine
+        self._model, self._engine = model, engine
         self.caches: dict[tuple[int, CacheKind], Cache] = {}
         """By group and kind, of the groups that this rank runs."""
 
@@ -435,8 +434,7 @@ class GenerationEngine:
         self._group_size, self._chunk = shape.group, shape.prefill_chunk
         self._max_length = shape.max_length
         self._device, self._dtype = device, dtype
-        self._ranks = ranks
-        self.documents = documents
+        self._ranks, self.documents = ranks, documents
         workers = runtime.grid.workers(runtime.coord.pipeline)
         groups = shape.groups or num_groups(len(workers), slots=shape.slots, group=shape.group)
         # Each replica of a stage takes every so many-th group.
@@ -537,8 +535,7 @@ class GenerationEngine:
     def begin(self, sampler: Sampler, limits: TurnLimits | None = None) -> None:
         """Forget all prompts and answers; those to come are drawn so. `limits`: of answers of several turns,
         which rest behind each until `reply`; None: of one."""
-        self.sampler = sampler
-        self._limits = limits
+        self.sampler, self._limits = sampler, limits
         self._turns.clear()
         self._queue.clear()
         self._groups = [_Group([None] * self._slots) for _ in range(self._num_groups)]

@@ -318,8 +318,7 @@ class ScoringThread:
 
     def __init__(self, scorers: Scorers, at_once: int) -> None:
         """As a context manager, it ends with it; what was not scored by then is dropped."""
-        self._scorers = scorers
-        self._at_once = at_once
+        self._scorers, self._at_once = scorers, at_once
         self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
         self._ends = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -552,9 +551,7 @@ class Conversation:
         """`requests`: by which the first rank tells the others; `environments`: on that rank."""
         config = run.turns
         assert config is not None
-        self._run = run
-        self._tokenizer = tokenizer
-        self._requests = requests
+        self._run, self._tokenizer, self._requests = run, tokenizer, requests
         self.environments = environments
         self.limits = TurnLimits(turns=config.turns, tokens=run.generation.max_new_tokens)
         self._arrived: dict[Key, Mapping[str, Any]] = {}

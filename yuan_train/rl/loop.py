@@ -305,12 +305,8 @@ class PolicyEngine:
     ) -> None:
         """`make_collector` makes what draws and scores, and says what may have cards of its own; collective,
         once the run is watched over."""
-        self._job = job
-        self._trainer = trainer
-        self._updater = updater
-        self._critic = critic
-        self._renewal = renewal
-        self._make_collector = make_collector
+        self._job, self._trainer, self._updater = job, trainer, updater
+        self._critic, self._renewal, self._make_collector = critic, renewal, make_collector
         self._roles: list[object] = []
         self._samples: SampleLog | None = None
         self._version = 0

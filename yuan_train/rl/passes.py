@@ -187,9 +187,7 @@ class PolicyLoss:
         temperature: float,
         device: torch.device,
     ) -> None:
-        self._algorithm = algorithm
-        self._correction = correction
-        self._temperature = temperature
+        self._algorithm, self._correction, self._temperature = algorithm, correction, temperature
         self.batch: PolicyBatch | None = None
         self._is_first = True
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
@@ -276,8 +274,7 @@ class TokenRecorder:
     """
 
     def __init__(self, place_RS: Tensor, count: int, numbers: Numbers) -> None:
-        self._place_RS = place_RS
-        self._numbers = numbers
+        self._place_RS, self._numbers = place_RS, numbers
         self.scores = torch.zeros(count, dtype=torch.float64)
 
     def total(

@@ -73,10 +73,7 @@ class Requests:
         self, coord: RankCoord, channel: Channel | None, leader: int, group: dist.ProcessGroup | None
     ) -> None:
         """`channel`: on the leader, which is rank `leader` of the role; `group`: its ranks, None for one."""
-        self._coord = coord
-        self.channel = channel
-        self._leader = leader
-        self._group = group
+        self._coord, self.channel, self._leader, self._group = coord, channel, leader, group
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """The requests, as long as there are some."""

@@ -157,14 +157,11 @@ class Updater:
         critic: Critic | None = None,
         teacher: ReadingModel | RemoteReadingModel | None = None,
     ) -> None:
-        self._run = run
-        self._trainer = trainer
-        self._loss = loss
+        self._run, self._trainer, self._loss = run, trainer, loss
         self._length = trainer.runtime.grid.plan.sequence_length
         self._reference = reference
         self._needs_old = run.algorithm.updates > 1 or run.algorithm.epochs > 1 or loss.needs_old
-        self._critic = critic
-        self._teacher = teacher
+        self._critic, self._teacher = critic, teacher
         self._lanes = Lanes(trainer, feed)
 
     def train(self, groups: Sequence[Group], request: StepRequest) -> UpdateResult:

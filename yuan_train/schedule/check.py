@@ -179,8 +179,7 @@ class _BlockingRun:
     """A run of a schedule in which a send and its receive happen when both are their workers' next steps."""
 
     def __init__(self, schedule: Schedule, workers: Workers) -> None:
-        self._schedule = schedule
-        self._workers = workers
+        self._schedule, self._workers = schedule, workers
         self._position = [0] * len(schedule)
         self._done: set[Step] = set()
         """Compute steps whose result another stage of the same worker takes."""

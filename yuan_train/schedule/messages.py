@@ -164,8 +164,7 @@ class _VirtualRun:
     """The compute steps in virtual time; a worker goes on when its messages have been taken over."""
 
     def __init__(self, programs: tuple[RankProgram, ...], workers: Workers, message_units: int) -> None:
-        self._programs = programs
-        self._message_units = message_units
+        self._programs, self._message_units = programs, message_units
         count = len(programs)
         self._next = [0] * count
         """The first step of each worker that has not ended."""

@@ -83,8 +83,7 @@ class _ListScheduler:
     """Makes compute steps: when each worker is free, which steps are ready, how many activations it holds."""
 
     def __init__(self, workers: Workers, num_micro_batches: int, limits: _Limits) -> None:
-        self._workers = workers
-        self._limits = limits
+        self._workers, self._limits = workers, limits
         count = num_workers(workers)
         self._caps = list(limits.caps)
         self._num_alive = [0] * count

@@ -349,8 +349,7 @@ class Api:
     """The routes, over a scheduler."""
 
     def __init__(self, served: Served, scheduler: Scheduler, *, timeout_seconds: float) -> None:
-        self._served = served
-        self._scheduler = scheduler
+        self._served, self._scheduler = served, scheduler
         self._timeout = timeout_seconds
         self._texts = TokenTexts(served.tokenizer) if served.tokenizer is not None else None
         self._numbers = itertools.count()

@@ -38,9 +38,7 @@ class ApiError(Exception):
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
+        self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
         """In OpenAI's form."""

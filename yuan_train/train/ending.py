@@ -78,9 +78,7 @@ class Ending:
     ) -> None:
         """`is_card`: process groups are NCCL's, so that nothing is torn down after a failure. `leave` ends
         the process without more ado."""
-        self._board = board
-        self._is_card = is_card
-        self._leave = leave
+        self._board, self._is_card, self._leave = board, is_card, leave
         self._stop = threading.Event()
         self._failed: BaseException | None = None
         """The error of the main thread, once it says it."""
@@ -438,12 +436,8 @@ class Watch:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`mark` enqueues a mark; None without a card. `advice` ends the last notice, on a card."""
-        self._grid = grid
-        self._coord = coord
-        self._say = say
-        self._advice = advice
-        self._mark = mark
-        self._now = now
+        self._grid, self._coord, self._say = grid, coord, say
+        self._advice, self._mark, self._now = advice, mark, now
         first = min(FIRST_NOTICE_SECONDS, timeout_seconds / 4)
         self._notices = [first * 2**i for i in range(32) if first * 2**i < timeout_seconds * LAST_NOTICE]
         self._last_notice = timeout_seconds * LAST_NOTICE

@@ -434,8 +434,7 @@ class ExpertLoad:
 
     def __init__(self, model: ModelConfig, world: World, routers: Iterable[tuple[int, Router]]) -> None:
         """`routers`: this rank's, with their layers."""
-        self._model = model
-        self._world = world
+        self._model, self._world = model, world
         self._routers = list(routers)
         self._counted = self._zeros()
 

@@ -342,7 +342,6 @@ def learning_rate(step: int, config: OptimizerConfig, *, decay_steps: int) -> fl
 def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
     """The step after `progress`."""
     run, scaling, scaler = job.run, job.run.train.scaling, progress.scaler
-    check = _is_checked(job, progress.step + 1)
     return StepRequest(
         job.train,
         first_sample=progress.sequences,
@@ -350,7 +349,7 @@ def _request(job: Job, progress: Progress, *, stop: bool) -> StepRequest:
         clip=run.optimizer.clip_grad_norm,
         scale=scaler.scale if scaler else 1.0,
         may_skip=scaling is not None and scaler is not None and scaler.scale > scaling.minimum,
-        check=check,
+        check=_is_checked(job, progress.step + 1),
         stop=stop,
     )
 

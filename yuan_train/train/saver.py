@@ -115,8 +115,7 @@ class Exports:
     """Has checkpoints exported, on rank 0, by one process at a time; one that fails costs a warning alone."""
 
     def __init__(self, config: CheckpointConfig, say: Callable[[str], None]) -> None:
-        self._config = config
-        self._say = say
+        self._config, self._say = config, say
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._out = Path()

@@ -194,11 +194,8 @@ class StageRunner:
         tiers: ActivationTiers | None = None,
     ) -> None:
         """`objective`: None is `TokenLoss`. `tiers`: None if no stage of this rank offloads activations."""
-        self._settings = settings
-        self._tiers = tiers
-        self._model = model
-        self._source = source
-        self._deferred = deferred
+        self._settings, self._tiers, self._model = settings, tiers, model
+        self._source, self._deferred = source, deferred
         self._upload = device.upload
         self._first_sample = 0
         self._num_terms = 1
@@ -220,9 +217,7 @@ class StageRunner:
         for block in self._model.blocks.values():
             if block.has_experts:
                 block.router.loss_scale = scale / num_sequences
-        self._first_sample = first_sample
-        self._num_terms = num_terms
-        self._scale = scale
+        self._first_sample, self._num_terms, self._scale = first_sample, num_terms, scale
         self.loss.zero_()
         self.finite.fill_(True)
 
@@ -350,8 +345,7 @@ class PagedRunner(StageRunner):
     def __init__(self, *arguments: Any, pages: ParameterPages, steps: StagePages, **keys: Any) -> None:
         """As StageRunner; `pages` has the copies, and `steps` says when they are."""
         super().__init__(*arguments, **keys)
-        self._pages = pages
-        self._steps = steps
+        self._pages, self._steps = pages, steps
         self._batches: dict[int, Loaded] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         """By micro-batch, what its next part takes: a hidden state, or tokens."""

@@ -518,8 +518,7 @@ class Optimizer:
     """
 
     def __init__(self, states: Sequence[OwnedState], config: OptimizerConfig) -> None:
-        self.states = states
-        self._config = config
+        self.states, self._config = states, config
         on_card = [s for state in states for s in state.shards if not s.on_host]
         self._gradients = [shard.gradient for shard in on_card]
         found = [_parts(on_card, decay=decay) for decay in (True, False)]

@@ -63,8 +63,7 @@ class StepClock:
         self, synchronise: Callable[[], None], *, now: Callable[[], float] = time.perf_counter
     ) -> None:
         """`synchronise` waits until the device has finished all that was enqueued; `now` is in seconds."""
-        self._synchronise = synchronise
-        self._now = now
+        self._synchronise, self._now = synchronise, now
         synchronise()
         self._since = now()
 
@@ -206,10 +205,7 @@ class Tracer:
         self, config: TraceConfig | None, directory: str | None, *, grid: Grid, coord: RankCoord
     ) -> None:
         """Without `config` nothing is traced."""
-        self._config = config
-        self._directory = directory
-        self._grid = grid
-        self._coord = coord
+        self._config, self._directory, self._grid, self._coord = config, directory, grid, coord
         self._recorder: Recorder | None = None
         self._clock: SharedClock | None = None
         self._profiler: _Profiler | None = None
@@ -494,9 +490,7 @@ class LinkClock:
     def __init__(self, grid: Grid, coord: RankCoord, groups: Groups, device: Device) -> None:
         # Another engine's ranks have no groups of ours, all of them alike.
         self._rounds = find_links(grid) if groups.edges or groups.owners else ()
-        self._coord = coord
-        self._groups = groups
-        self._device = device
+        self._coord, self._groups, self._device = coord, groups, device
         self._names = [name for own in self._rounds for link in own for name in link.names]
         self._payload: torch.Tensor | None = None
 
