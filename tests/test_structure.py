@@ -34,7 +34,7 @@ ROOMS = {
     "data": (9, 3046),
     "estimate": (4, 1016),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
-    "machine": (3, 706),
+    "machine": (3, 705),
     "megatron": (4, 1115),
     "models": (15, 3415),
     "objectives": (2, 196),
@@ -42,9 +42,9 @@ ROOMS = {
     "planner": (42, 11884),  # servers that draw answers; hosts beside many cards, and memory for islands
     "profile": (5, 1391),
     "report": (5, 1725),  # cards with their state, plans over time, logs that grow
-    "rl": (18, 7177),  # environments of what servers draw: a request a turn
+    "rl": (18, 7170),  # environments of what servers draw: a request a turn
     "schedule": (8, 2100),  # what makes programs is a value; programs with copies, which the planner had
-    "serve": (5, 1748),  # what is reset at document ends goes with the weights
+    "serve": (5, 1747),  # what is reset at document ends goes with the weights
     "supervise": (5, 1961),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (14, 6398),  # it is noted how long a rank stood still
 }

@@ -25,6 +25,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,10 +90,8 @@ class _Agent:
 
     def kill(self) -> None:
         """Kill the command and all that it has started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def run(command: Sequence[str]) -> int:

@@ -124,16 +124,12 @@ class Worker:
 
     def end(self) -> None:
         """End the process, and what it has started."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
         for pipe in (self.input, self.output):
-            try:
+            with suppress(OSError):
                 pipe.close()
-            except OSError:
-                pass
 
 
 @dataclass(frozen=True)

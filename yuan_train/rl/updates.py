@@ -86,10 +86,7 @@ def _by_answer(groups: Sequence[Group], penalty_N: Tensor | None) -> tuple[Tenso
 
 
 def _of_answers(rewards_QG: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    if algorithm.advantage == "leave_one_out":
-        found_QG = rloo(rewards_QG)
-    else:
-        found_QG = dr_grpo(rewards_QG)
+    found_QG = (rloo if algorithm.advantage == "leave_one_out" else dr_grpo)(rewards_QG)
     if algorithm.scale == "group":
         found_QG = found_QG / (rewards_QG.std(1, keepdim=True) + STD_EPSILON)
     return found_QG

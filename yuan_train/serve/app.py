@@ -212,13 +212,12 @@ class Reply:
         """What a stream ends with."""
         if not self._call.include_usage:
             return []
-        kind = "chat.completion.chunk" if self._call.is_chat else "text_completion"
-        return [self._head | {"object": kind, "choices": [], "usage": self._usage()}]
+        return [self._chunk() | {"usage": self._usage()}]
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._call.is_chat else "text_completion"
-        whole = {"finish_reason": None, "logprobs": None} | choice
-        return self._head | {"object": kind, "choices": [whole]}
+        blank = {"finish_reason": None, "logprobs": None}
+        return self._head | {"object": kind, "choices": [blank | choice for choice in choices]}
 
     def _choice(self, answer: Completion, delta: Delta) -> dict[str, Any]:
         asked = self._call.asked[answer.index]
