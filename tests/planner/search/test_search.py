@@ -23,6 +23,7 @@ from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.plan import layer_list, plan_html, plan_json, plan_table
+from yuan_train.planner.search import drafts
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.search_result import SearchResult, with_forecast
 
@@ -568,3 +569,30 @@ def test_keys_that_leave_no_plan_for_it() -> None:
         ConfigError, match=r"search.recompute: \[selective\], but megatron-core .* has only none"
     ):
         find(problem(TWO_SPEEDS), recompute=("selective",), **MEGATRON)
+
+
+@pytest.mark.parametrize(
+    ("found", "taken"),
+    [
+        ([0.5, 0.5, 0.4], [0.5]),
+        ([0.5, 0.4, 0.5, 0.4, 0.3], [0.4, 0.5]),
+        ([0.6, 0.5, 0.4, 0.3], [0.3, 0.4, 0.5, 0.6]),
+        ([None, 0.5], []),
+    ],
+)
+def test_few_cards_are_searched_again_until_the_fastest_is_found_twice(
+    found: list[float | None], taken: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most so many times, and not again if nothing fits."""
+    left = iter(found)
+
+    def search_space(*_: object, keeps_to_cards: bool) -> tuple[list[Any], list[Any], list[Any]]:
+        step = next(left)
+        return [], [] if step is None else [(step, object())], []
+
+    monkeypatch.setattr(drafts, "search_space", search_space)
+    none: Any = None
+    pools = drafts.search_again(none, none, [], keeps_to_cards=False, times=4)
+    assert [step for step, _ in pools.beside] == taken
+    assert not pools.on_cards
+    assert not pools.with_state

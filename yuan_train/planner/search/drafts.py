@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from ctypes import c_uint8
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of, without_limits
@@ -35,6 +36,11 @@ NUM_RESTARTS, MORE_RESTARTS, RESTART = 6, 16, 1 / 40
 set, and the part of the budget that each takes."""
 SMALL_CARDS, SMALL_TIMES = 8, 6
 """Cards up to which there are so many times the restarts, half as long: long ones end in like structures."""
+NUM_VIRTUAL = 12
+"""Short searches of virtual stages on so few cards: most of them end in slower plans than the best one."""
+AGAIN_CARDS, MOST_TIMES, EQUAL = 12, 6, 1e-6
+"""Cards up to which all is searched again until the fastest draft is found twice, how often at most, and
+which steps count as equal: one search in twelve of so few cards misses it, and it takes a second or two."""
 GOING_ON, LEAST_ROUNDS, MOST_ROUNDS, LEAST_GAIN = 1 / 4, 2, 5, 1e-3
 """Part of the budget that goes on from the fastest drafts in a round, how many rounds there are, and what one
 must gain for there to be a further one."""
@@ -87,7 +93,9 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         drafts = [draft_of_shape(tables, shapes[i * len(shapes) // count]) for i in range(count)]
         shaped = [(0.0, draft) for draft in drafts if draft is not None]
         wanted = draft_space(options, costs.problem)
-        pools = search_space(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards)
+        again = num_cards <= AGAIN_CARDS and effort == 1.0
+        times = MOST_TIMES if again else 1
+        pools = search_again(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards, times=times)
         # Those that keep to the cards, or but for state, may be preferred to faster ones.
         counts = (NUM_JUDGED, NUM_JUDGED_BESIDE, NUM_JUDGED_BESIDE)
         tops = (pool[:n] for pool, n in zip(pools, counts, strict=True))
@@ -141,6 +149,17 @@ _Begin = tuple[core.SpaceTable, Sequence[_Known]]
 """What a search may choose, and what it begins with."""
 
 
+class _Pools(NamedTuple):
+    """Drafts, the fastest first."""
+
+    on_cards: list[_Known]
+    """That keep to the cards."""
+    beside: list[_Known]
+    """With something beside them."""
+    with_state: list[_Known]
+    """With state alone beside them, where those before have more than that."""
+
+
 class _Search:
     """Searches of the core, each with its own random numbers, as many at a time as there are processors."""
 
@@ -169,11 +188,25 @@ class _Search:
         return _fastest(list(zip(found.steps, found.drafts, strict=True)))
 
 
+def search_again(
+    search: _Search, space: core.SpaceTable, shaped: Sequence[_Known], *, keeps_to_cards: bool, times: int
+) -> _Pools:
+    """What searches of a space find: so many, or fewer if two of them have found the fastest draft."""
+    pools, steps = _Pools([], [], []), list[float]()
+    while len(steps) < times:
+        more = search_space(search, space, shaped, keeps_to_cards=keeps_to_cards)
+        pools = _Pools(*(_fastest([*own, *new]) for own, new in zip(pools, more, strict=True)))
+        steps.append(min((step for pool in more for step, _ in pool[:1]), default=math.inf))
+        least = min(steps)
+        if math.isinf(least) or sum(step <= least * (1 + EQUAL) for step in steps) == 2:
+            break
+    return pools
+
+
 def search_space(
     search: _Search, space: core.SpaceTable, shaped: Sequence[_Known], *, keeps_to_cards: bool
-) -> tuple[list[_Known], list[_Known], list[_Known]]:
-    """The fastest drafts that keep to the cards, those with something beside them, and where that is not only
-    state those with state alone.
+) -> _Pools:
+    """The fastest drafts that one search of a space finds.
 
     Single searches end in unlike structures, whose steps differ by some percent: the fastest of several is
     worth more than one that is longer, and the last one goes on from it. Some run under 1F1B alone: under
@@ -206,7 +239,9 @@ def search_space(
     if space.schedules & VIRTUAL:
         own = space.changed(schedules=VIRTUAL, may_send=0, may_offload=space.may_offload * (not on_cards))
         known = _fastest([*on_cards, *beside])
-        split = search.run([(own, known[:NUM_GIVEN])], RESTART)[0]
+        small = search.tables.problem.num_cards <= SMALL_CARDS
+        runs = search.run([(own, known[:NUM_GIVEN])] * (NUM_VIRTUAL if small else 1), RESTART)
+        split = _fastest(list(itertools.chain(*runs)))
         if split and (only or split[0][0] < PROMISING_VIRTUAL * known[0][0]):
             split = _continued(search, own, [split])
         on_cards = split if only else _fastest([*on_cards, *split])
@@ -214,9 +249,9 @@ def search_space(
     if later and not only:
         beside = _continued(search, hosts, later)
     if only or not beside or not sends_away(beside[0][1]):
-        return on_cards, [] if only else beside, []
+        return _Pools(on_cards, [] if only else beside, [])
     alone = _fastest([one for run in (*found, beside) for one in run if not sends_away(one[1])])
-    return on_cards, beside, _annealed(search, hosts.changed(may_send=0), RESTART, alone)
+    return _Pools(on_cards, beside, _annealed(search, hosts.changed(may_send=0), RESTART, alone))
 
 
 def _restarted(search: _Search, spaces: Sequence[core.SpaceTable]) -> list[list[_Known]]:
