@@ -50,16 +50,18 @@ def search_plan(
     *,
     micro_batch_size: int,
     thorough: bool = True,
+    again: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
     """The fastest plan that fits, with its forecast.
 
-    `micro_batch_size` is the default of `search.micro_batch_size`; what is not `thorough` tries
-    much less; `clock` returns seconds. Raises ConfigError if the search keys, the batch
-    or the precision exclude every plan, NoPlanFits (with the nearest miss) if no plan fits the cards,
-    SearchStopped if the time limit came first.
+    `micro_batch_size` is the default of `search.micro_batch_size`; what is not `thorough` tries much less;
+    few cards are searched `again` until the fastest plan is found twice; `clock` returns seconds. Raises
+    ConfigError if the search keys, the batch or the precision exclude every plan, NoPlanFits (with the
+    nearest miss) if no plan fits the cards, SearchStopped if the time limit came first.
     """
-    options = _options(problem, search, micro_batch_size=micro_batch_size, thorough=thorough)
+    options = _options(problem, search, micro_batch_size=micro_batch_size)
+    options = replace(options, effort=options.effort * (1.0 if thorough else BRIEF), searches_again=again)
     # Groups of more cards than a sequence has tokens do not divide them.
     divisible = problem.sequence_length >= max(options.tensor)
     choices = dict.fromkeys(divided and divisible for divided in search.sequence_parallel)
@@ -115,7 +117,7 @@ def _search(
     )
 
 
-def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, thorough: bool) -> Options:
+def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int) -> Options:
     """The search keys for a problem. Of sizes those count that its profile has of every type of card."""
     entries = problem.profile.entries if problem.profile else ()
     sizes: dict[str, set[int]] = {}
@@ -129,9 +131,7 @@ def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: in
         measured_sizes=tuple(sorted(set[int].intersection(*sizes.values()))) if sizes else (),
         num_cards=len(problem.cluster.cards),
     )
-    if problem.profile is not None and problem.profile.is_whole:
-        options = as_plain(options)
-    return replace(options, effort=options.effort * (1.0 if thorough else BRIEF))
+    return as_plain(options) if problem.profile is not None and problem.profile.is_whole else options
 
 
 def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:

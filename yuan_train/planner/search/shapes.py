@@ -92,6 +92,8 @@ class Options:
     """Part of the fastest step within which the simplest plan is taken."""
     effort: float = 1.0
     """How much is tried, in parts of what normally is."""
+    searches_again: bool = True
+    """Whether few cards are searched until the fastest plan is found twice."""
     plain: bool = False
     """Plans as a foreign profile can tell them: see `as_plain`."""
 

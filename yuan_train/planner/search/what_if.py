@@ -393,11 +393,17 @@ class HostUse(NamedTuple):
 
 
 def search_beside_saves(
-    problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, copies: HostCopies
+    problem: PlanProblem,
+    search: SearchConfig,
+    *,
+    micro_batch_size: int,
+    copies: HostCopies,
+    again: bool = True,
 ) -> SearchResult:
     """As `search_plan`, with room on hosts for what saves copy there, and a note of it. If no such plan fits,
     the one that leaves too little, with a note that says so."""
-    result, room = search_plan(problem, search, micro_batch_size=micro_batch_size), 0.0
+    size, room = micro_batch_size, 0.0
+    result = search_plan(problem, search, micro_batch_size=size, again=again)
     for _ in range(MOST_SEARCHES if copies.keys else 0):
         over = [use for use in host_uses(result, problem, copies) if use.over > 0 and use.kept]
         if not over:
@@ -405,7 +411,7 @@ def search_beside_saves(
         room = max(room, *(use.copied for use in over))
         given = replace(problem, host_reserved=problem.host_reserved + int(room))
         try:
-            result = search_plan(given, search, micro_batch_size=micro_batch_size)
+            result = search_plan(given, search, micro_batch_size=size, again=again)
         except NoPlanFits:
             break
     return with_saves(result, problem, copies)
@@ -459,7 +465,9 @@ def plan_at_pace(
     Raises as `search_plan`."""
     slowed, types = _with_pace(problem, pace)
     size, copies = micro_batch_size, copies or HostCopies()
-    plan = search_beside_saves(slowed, search, micro_batch_size=size, copies=copies).best.plan
+    # A run that has lost cards waits for it.
+    found = search_beside_saves(slowed, search, micro_batch_size=size, copies=copies, again=False)
+    plan = found.best.plan
     ranks = tuple(replace(entry, type=types.get(entry.type, entry.type)) for entry in plan.ranks)
     own = uncatalogued_types(problem.cluster, {entry.type for entry in ranks})
     return replace(plan, ranks=ranks, device_types=own)
