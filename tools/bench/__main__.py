@@ -1,21 +1,12 @@
+import pkgutil
 import sys
+from importlib import import_module
 
-import tools.bench.ablation
-import tools.bench.engine
-import tools.bench.estimate
-import tools.bench.faults
-import tools.bench.kernels
-import tools.bench.planner
-import tools.bench.residence
-import tools.bench.rl
-import tools.bench.rl_trl
-import tools.bench.roles
-import tools.bench.scale
-import tools.bench.serve
-import tools.bench.testbed
-import tools.bench.tiers
-import tools.bench.training
-import tools.bench.watch  # noqa: F401 (they register their cases)
+import tools.bench
 from tools.bench.harness import main
+
+for module in pkgutil.iter_modules(tools.bench.__path__, "tools.bench."):
+    if not module.name.endswith("__main__"):
+        import_module(module.name)  # it registers its cases
 
 sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -13,14 +14,58 @@ from tools.bench.runs import bench_model
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.model import ModelConfig, load_model
+from yuan_train.config.plan import Plan, ScheduleName
+from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.search.candidate import Space, TimeLimit
-from yuan_train.planner.search.shapes import Options
+from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan
 
 TYPES = ("A100-80G", "A100-40G", "RTX-4090", "H100-80G")
 SIZES = {64: (3, 48, 256), 256: (4, 84, 1024), 1024: (4, 126, 1024)}
 """By number of cards: types of card, layers, sequences per step."""
+
+
+def node(
+    name: str,
+    device: str,
+    devices: int = 1,
+    *,
+    near: tuple[float, float],
+    far: tuple[float, float],
+    **keys: Any,
+) -> NodeGroup:
+    """Equal nodes. Links within and between them: bytes a second, and seconds of latency."""
+    link, network = (Link(bandwidth=rate, latency=latency) for rate, latency in (near, far))
+    return NodeGroup(name=name, device=device, devices=devices, link=link, network=network, **keys)
+
+
+def hand_plan(
+    costs: Costs,
+    pipelines: Sequence[Sequence[tuple[int, int]]],
+    *,
+    micro_batch_size: int = 1,
+    recompute: Recompute = "none",
+    schedule: ScheduleName = "1f1b",
+    sharded: bool = False,
+) -> Plan:
+    """A plan of pipelines of equal shares, of (card, layers) for each stage; cards by their number in the
+    cluster."""
+    cards, sequences = costs.problem.cluster.cards, costs.problem.global_batch_size
+    cuts: list[PipelineCut] = []
+    for stages in pipelines:
+        # Units are the embedding, the layers and the head.
+        ends = list(itertools.accumulate((layers for _, layers in stages), initial=1))
+        cuts.append(
+            PipelineCut(
+                micro_batch_size=micro_batch_size,
+                num_micro_batches=sequences // micro_batch_size // len(pipelines),
+                stage_groups=tuple(((cards[card],),) for card, _ in stages),
+                bounds=(0, *ends[1:-1], ends[-1] + 1),
+                recompute=(recompute,) * len(stages),
+            )
+        )
+    return assemble_plan(costs, cuts, schedule=schedule, sharded=sharded)
 
 
 def endless(costs: Costs, options: Options) -> Space:
@@ -42,19 +87,12 @@ def large_problem(num_cards: int, *, irregular: bool) -> PlanProblem:
     else:
         nodes.update({(name, 8): num_cards // 8 // num_types for name in names})
         nodes[names[0], 8] += num_cards // 8 - sum(nodes.values())
-    groups = tuple(
-        NodeGroup(
-            name=f"{name}-x{size}".lower(),
-            device=name,
-            count=count,
-            devices=size,
-            link=Link(bandwidth=300e9, latency=3e-6),
-            network=Link(bandwidth=25e9, latency=1e-5),
-        )
+    groups = (
+        node(f"{name}-x{size}".lower(), name, size, near=(300e9, 3e-6), far=(25e9, 1e-5), count=count)
         for (name, size), count in (sorted(nodes.items()) if irregular else nodes.items())
     )
     model = bench_model(num_layers, 8192, num_attention_heads=64, vocab_size=135_040)
-    return make_problem(Cluster(name="bench", nodes=groups), model, batch)
+    return make_problem(Cluster(name="bench", nodes=tuple(groups)), model, batch)
 
 
 def make_problem(cluster: Cluster, model: ModelConfig, batch: int, **keys: Any) -> PlanProblem:
@@ -80,9 +118,8 @@ def small_problem(seed: int) -> PlanProblem:
         types[name] = DeviceType(
             memory=int(memory), reserved=0, fp32=rate / 2, bf16=rate, fp16=rate, memory_bandwidth=rate / 20
         )
-        near = Link(bandwidth=chance.choice((5e9, 5e10)), latency=1e-5)
-        far = Link(bandwidth=chance.choice((5e8, 2e9, 1e10)), latency=3e-5)
-        nodes.append(NodeGroup(name=name.lower(), device=name, devices=count, link=near, network=far))
+        near, far = (chance.choice((5e9, 5e10)), 1e-5), (chance.choice((5e8, 2e9, 1e10)), 3e-5)
+        nodes.append(node(name.lower(), name, count, near=near, far=far))
     return PlanProblem(
         cluster=Cluster(name=f"small-{seed}", nodes=tuple(nodes), device_types=types),
         model=model,
@@ -150,18 +187,13 @@ def _problem_of(
     nodes: Sequence[tuple[int, int, str]], model: ModelConfig, batch: int, network: float
 ) -> PlanProblem:
     """Nodes (count, cards, type) on a network of so many GB/s; fp16 where a card lacks bf16."""
-    groups = tuple(
-        NodeGroup(
-            name=f"{kind.lower()}{i}",
-            count=count,
-            device=kind,
-            devices=each,
-            link=Link(bandwidth=300e9 if kind in FAST_LINKS else 20e9, latency=5e-6),
-            network=Link(bandwidth=network * 1e9, latency=1e-5),
-        )
+    far = network * 1e9, 1e-5
+    groups = (
+        node(f"{kind.lower()}{i}", kind, each, near=(near, 5e-6), far=far, count=count)
         for i, (count, each, kind) in enumerate(nodes)
+        for near in [300e9 if kind in FAST_LINKS else 20e9]
     )
-    return make_problem(Cluster(name="mixed", nodes=groups), model, batch)
+    return make_problem(Cluster(name="mixed", nodes=tuple(groups)), model, batch)
 
 
 @dataclass(frozen=True)
@@ -180,15 +212,9 @@ class TierCase:
 
     def problem(self, hosts: Sequence[float] = ()) -> PlanProblem:
         """What to plan; `hosts`: bytes of each node's, if that is to be checked."""
+        memory = [Host(memory=int(own)) for own in hosts] or [None] * len(self.nodes)
         nodes = (
-            NodeGroup(
-                name=f"n{i}",
-                device=device,
-                devices=count,
-                link=Link(bandwidth=20e9, latency=10e-6),
-                network=Link(bandwidth=3e9, latency=20e-6),
-                host=Host(memory=int(hosts[i])) if hosts else None,
-            )
+            node(f"n{i}", device, count, near=(20e9, 10e-6), far=(3e9, 20e-6), host=memory[i])
             for i, (device, count) in enumerate(self.nodes)
         )
         cluster = load_cluster(self.cluster) if self.cluster else Cluster(name="case", nodes=tuple(nodes))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from tools.bench.harness import MISSED, Row, case, cost
-from tools.bench.problems import make_problem
-from yuan_train.config.cluster import Cluster, Link, NodeGroup
+from tools.bench.problems import make_problem, node
+from yuan_train.config.cluster import Cluster
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.report.roles import describe
@@ -20,46 +21,23 @@ TYPES = ("H800-80G", "H20", "A100-40G", "RTX-4090", "L40S")
 
 
 def cluster_of(cards: dict[str, int]) -> Cluster:
-    return Cluster(
-        name="unlike",
-        nodes=tuple(
-            NodeGroup(
-                name=name.lower(),
-                device=name,
-                devices=count,
-                link=Link(bandwidth=100e9, latency=5e-6),
-                network=Link(bandwidth=25e9, latency=1e-5),
-            )
-            for name, count in cards.items()
-        ),
+    nodes = (
+        node(name.lower(), name, count, near=(100e9, 5e-6), far=(25e9, 1e-5)) for name, count in cards.items()
     )
+    return Cluster(name="unlike", nodes=tuple(nodes))
 
 
 def problem_of(
-    cluster: Cluster,
-    model: ModelConfig,
-    *,
-    prompts: int,
-    group: int,
-    prompt: int,
-    new: int,
-    **changes: object,
+    cluster: Cluster, model: ModelConfig, *, prompts: int, group: int, prompt: int, new: int, **changes: Any
 ) -> RolesProblem:
-    load = Workload(
-        model=model,
-        precision="bf16",
-        prompts=prompts,
-        group=group,
-        prompt_tokens=prompt,
-        new_tokens=new,
-        expected_new_tokens=new,
-    )
+    drawn = {"prompt_tokens": prompt, "new_tokens": new, "expected_new_tokens": new}
+    load = Workload(model=model, precision="bf16", prompts=prompts, group=group, **drawn)
     base = make_problem(cluster, model, prompts * group, sequence_length=prompt + new)
     one_cut = SearchConfig(schedule=("1f1b",), tensor=(1,), recompute=("none",), replicas=(1,))
     found = RolesProblem(
         policy=base, load=load, micro_batch_size=1, policy_search=one_cut, packed_rows=load.samples
     )
-    return replace(found, **changes)  # type: ignore[arg-type]
+    return replace(found, **changes)
 
 
 def drawn(seed: int, *, most_cards: int, fewest_cards: int = 0) -> RolesProblem:
@@ -102,23 +80,13 @@ def brute_force(search: RolesSearch) -> float:
 
 
 H800_H20 = {"H800-80G": 4, "H20": 4}
-SPLITS = {
-    "H20 generate": ((4, 0, 0), (0, 4, 0)),
-    "swapped": ((0, 4, 0), (4, 0, 0)),
-}
+SPLITS = {"H20 generate": ((4, 0, 0), (0, 4, 0)), "swapped": ((0, 4, 0), (4, 0, 0))}
 
 
 def on_h800_and_h20(name: str, seconds: float, search: SearchConfig | None = None) -> RolesProblem:
     """512 samples of 256 + 2048 tokens of a Qwen 2.5, as the prototype had them."""
-    found = problem_of(
-        cluster_of(H800_H20),
-        load_model(f"configs/model/qwen2.5-{name}.yaml"),
-        prompts=32,
-        group=16,
-        prompt=256,
-        new=2048,
-        time_limit=seconds,
-    )
+    cluster, model = cluster_of(H800_H20), load_model(f"configs/model/qwen2.5-{name}.yaml")
+    found = problem_of(cluster, model, prompts=32, group=16, prompt=256, new=2048, time_limit=seconds)
     return replace(found, policy_search=search or SearchConfig())
 
 

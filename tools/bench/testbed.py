@@ -20,15 +20,8 @@ from pathlib import Path
 
 from tests.support.project import read_metrics
 from tools.bench.harness import Row, case
-from tools.testbed.nodes import (
-    MOUNTS,
-    Node,
-    NodeSpec,
-    find_quotas,
-    load_nodes,
-    make_nodes,
-    write_ssh,
-)
+from tools.bench.problems import hand_plan
+from tools.testbed.nodes import MOUNTS, Node, NodeSpec, find_quotas, load_nodes, make_nodes, write_ssh
 from tools.testbed.run import (
     CORE,
     HERE,
@@ -56,7 +49,6 @@ from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 
 CONFIG = str(HERE / "run.yaml")
 FORMATS = {"forecast s": ".3f", "measured s": ".3f", "sums s": ".3f"}
@@ -253,20 +245,8 @@ def make_cluster(bytes_per_second: float, slowdowns: Sequence[float]) -> Cluster
 
 def plan_of(costs: Costs, run: RunConfig, cut: Cut) -> Plan:
     """The cut's plan; micro-batches are divided equally over its pipelines."""
-    cards, size = costs.problem.cluster.cards, run.train.micro_batch_size
-    made: list[PipelineCut] = []
-    for pipeline in cut.pipelines:
-        ends = [1 + sum(layers for _, layers in pipeline[: s + 1]) for s in range(len(pipeline))]
-        made.append(
-            PipelineCut(
-                micro_batch_size=size,
-                num_micro_batches=run.train.global_batch_size // size // len(cut.pipelines),
-                stage_groups=tuple(((cards[rank],),) for rank, _ in pipeline),
-                bounds=(0, *ends[:-1], ends[-1] + 1),
-                recompute=("none",) * len(pipeline),
-            )
-        )
-    return assemble_plan(costs, made, schedule=cut.schedule, sharded=cut.sharded)
+    keys = {"micro_batch_size": run.train.micro_batch_size, "sharded": cut.sharded}
+    return hand_plan(costs, cut.pipelines, schedule=cut.schedule, **keys)
 
 
 # --- from addresses to a run --------------------------------------------------------------------------------
@@ -469,18 +449,8 @@ def _with_micro_batches(run: RunConfig, size: int) -> RunConfig:
 
 def _plan(costs: Costs, run: RunConfig) -> Plan:
     """A pipeline of one stage on each card, one micro-batch each."""
-    units = run.model.num_layers + 2
-    cuts = [
-        PipelineCut(
-            micro_batch_size=run.train.micro_batch_size,
-            num_micro_batches=1,
-            stage_groups=(((card,),),),
-            bounds=(0, units),
-            recompute=("none",),
-        )
-        for card in costs.problem.cluster.cards
-    ]
-    return assemble_plan(costs, cuts, schedule="1f1b")
+    stages = [[(card, run.model.num_layers)] for card, _ in enumerate(costs.problem.cluster.cards)]
+    return hand_plan(costs, stages, micro_batch_size=run.train.micro_batch_size)
 
 
 def _train(

@@ -25,10 +25,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tests.support.project import with_stages
 from tools.bench.harness import Row, case
-from tools.bench.problems import make_problem
+from tools.bench.problems import hand_plan, make_problem, node
 from tools.bench.runs import bench_model
-from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
+from yuan_train.config.cluster import Cluster, Host
 from yuan_train.config.devices import GIB
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan
@@ -51,7 +52,6 @@ from yuan_train.planner.evaluate.simulator import (
     simulate_schedule,
 )
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.shapes import PipelineCut, assemble_plan
 from yuan_train.planner.search.what_if import find_largest
 from yuan_train.schedule.copies import (
     Offload,
@@ -279,15 +279,8 @@ SMALLER = {"RTX-3080": _shape(2048, 7), "V100-16G": _shape(4096, 3)}
 
 def problem_of(name: str, model: ModelConfig, batch: int) -> PlanProblem:
     """One card and its host."""
-    node = NodeGroup(
-        name="node",
-        device=name,
-        devices=1,
-        link=Link(bandwidth=20e9),
-        network=Link(bandwidth=3e9),
-        host=Host(memory=CARDS[name][0] * GIB),
-    )
-    cluster = Cluster(name="one", nodes=(node,))
+    host = Host(memory=CARDS[name][0] * GIB)
+    cluster = Cluster(name="one", nodes=(node("node", name, near=(20e9, 0.0), far=(3e9, 0.0), host=host),))
     return make_problem(cluster, model, batch, sequence_length=LENGTH, host_reserved=8 * GIB)
 
 
@@ -327,18 +320,9 @@ def _largest_by_rule(given: PlanProblem, *, gradient_bytes: int | None = None) -
 
 
 def _by_rule(costs: Costs, recompute: Recompute) -> tuple[Plan, PlanCost]:
-    (card,), problem = costs.problem.cluster.cards, costs.problem
-    cut = PipelineCut(
-        micro_batch_size=1,
-        num_micro_batches=problem.global_batch_size,
-        stage_groups=(((card,),),),
-        bounds=(0, problem.model.num_layers + 2),
-        recompute=(recompute,),
-    )
-    plan = assemble_plan(costs, [cut], schedule="1f1b")
-    (pipeline,) = plan.pipelines
-    stage = replace(pipeline.stages[0], optimizer_offload=1.0)
-    plan = replace(plan, pipelines=(replace(pipeline, stages=(stage,)),))
+    plan = hand_plan(costs, [[(0, costs.problem.model.num_layers)]], recompute=recompute)
+    (stage,) = plan.stages
+    plan = with_stages(plan, replace(stage, optimizer_offload=1.0))
     return plan, cost_plan(costs, plan)
 
 

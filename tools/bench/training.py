@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.support.project import make_plan, with_stages
 from tools.bench.harness import MISSED, Row, case
-from tools.bench.problems import endless
+from tools.bench.problems import endless, hand_plan
 from tools.bench.runs import bench_model, make_run, train, write_run, yuan_train
 from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import Cluster, Link, NodeGroup, load_cluster
@@ -26,7 +26,7 @@ from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.search.expert_groups import expert_plans
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.shapes import PipelineCut, assemble_plan, read_options
+from yuan_train.planner.search.shapes import read_options
 
 WARM_UP_STEPS = 3
 LAPTOP, TINY = "configs/cluster/laptop.yaml", "configs/run/tiny.yaml"
@@ -101,7 +101,8 @@ def forecast(cluster: str, config: str, steps: int, rounds: int, device: str) ->
             yuan_train("profile", *files, "--out", folder / "profile.json", *changes)
             costs = make_costs(problem_of(run, cards, load_profile(folder / "profile.json")))
             for cut, done in pairs.items():
-                plan = _cut_plan(costs, run, [int(word) for word in cut.split(",")])
+                stages = list(enumerate(map(int, cut.split(","))))
+                plan = hand_plan(costs, [stages], micro_batch_size=run.train.micro_batch_size)
                 lines = train(config, plan, folder, *changes, f"train.steps={steps}")
                 took = statistics.median(line["step_seconds"] for line in lines[WARM_UP_STEPS:])
                 done.append((cost_plan(costs, plan), took, lines[-1]["peak_memory_bytes"]))
@@ -127,20 +128,6 @@ def _slowed(cluster: Cluster) -> Cluster:
         for name, device in cluster.device_types.items()
     }
     return replace(cluster, device_types=types)
-
-
-def _cut_plan(costs: Costs, run: RunConfig, layers: Sequence[int]) -> Plan:
-    """One pipeline over the cluster's cards in their order, `layers[s]` layers on card s."""
-    bounds = [0, *(1 + sum(layers[: s + 1]) for s in range(len(layers)))]
-    bounds[-1] += 1
-    cut = PipelineCut(
-        micro_batch_size=run.train.micro_batch_size,
-        num_micro_batches=run.train.global_batch_size // run.train.micro_batch_size,
-        stage_groups=tuple(((card,),) for card in costs.problem.cluster.cards),
-        bounds=tuple(bounds),
-        recompute=("none",) * len(layers),
-    )
-    return assemble_plan(costs, [cut], schedule="1f1b")
 
 
 def _by_rank(rounds: Sequence[Sequence[float]]) -> list[float]:
