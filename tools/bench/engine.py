@@ -8,23 +8,19 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.support.project import make_plan, with_stages
-from tests.support.spawn import as_rank, free_port
 from tools.bench.harness import Row, case
-from tools.bench.runs import bench_model, make_run, wide_plan
+from tools.bench.runs import bench_model, make_run, run_ranks, wide_plan
 from yuan_train.config.devices import Backend
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan, single_card_plan
@@ -69,16 +65,13 @@ def memory(hidden: int, tokens: int, stages: int, device: str, micro_batches: in
     """
     model = bench_model(2 * stages, hidden, num_attention_heads=8, max_sequence_length=tokens)
     plan = make_plan(make_run(model, batch=micro_batches), [[2] * stages])
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_memory_rank, (plan, free_port(), device, results), stages)
-    found = dict(results.get() for _ in range(stages))
+    found = run_ranks(_memory_rank, stages, plan, device)
     row: Row = {"micro-batches": micro_batches}
-    return row | {f"stage {stage}": round(found[stage]) for stage in range(stages)}
+    return row | {f"stage {stage}": round(grown) for stage, grown in enumerate(found)}
 
 
-def _memory_rank(rank: int, plan: Plan, port: int, kind: str, results: Any) -> None:
-    """Run one step of one stage, and put (rank, growth of peak memory in MiB) into `results`."""
-    as_rank(rank, plan.world_size, port)
+def _memory_rank(rank: int, plan: Plan, kind: str) -> float:
+    """Run one step of one stage; the growth of peak memory in MiB."""
     device = choose_device(kind, Position(rank, plan.world_size, rank, plan.world_size))
     init_distributed(device=device, timeout_seconds=300)
     options = EngineOptions(torch.float32)
@@ -92,8 +85,9 @@ def _memory_rank(rank: int, plan: Plan, port: int, kind: str, results: Any) -> N
     before = peak_mib(device)
     executor.run(runtime.program)
     device.finish()
-    results.put((rank, peak_mib(device) - before))
+    grown = peak_mib(device) - before
     shutdown()
+    return grown
 
 
 def peak_mib(device: Device) -> float:
@@ -104,26 +98,30 @@ def peak_mib(device: Device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-class RandomTokens:
+class Unsplit:
+    """What an executor asks of a stage's work, without data, under 1F1B, which does not split backwards."""
+
+    def load(self, micro_batch: int) -> None:
+        """There is no data."""
+
+    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
+        assert not split
+        return nullcontext()
+
+    def backward_weight(self, micro_batch: int) -> None:
+        raise AssertionError("no backward is split")
+
+
+class RandomTokens(Unsplit):
     """Runs one stage's part of the model on random tokens, always the same."""
 
     def __init__(self, model: Transformer, sequence_length: int, device: Device) -> None:
         self.model = model
         self.tokens_BS = torch.randint(model.config.vocab_size, (1, sequence_length), device=device.torch)
 
-    def load(self, micro_batch: int) -> None:
-        pass
-
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         output = self.model(self.tokens_BS if hidden_BSH is None else hidden_BSH)
         return self.model.loss(output, self.tokens_BS) if self.model.has_head else output
-
-    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
-        assert not split, "1F1B does not split backwards"
-        return nullcontext()
-
-    def backward_weight(self, micro_batch: int) -> None:
-        raise AssertionError("no backward is split")
 
 
 # --- compiled layers ---------------------------------------------------------------------------------------
@@ -273,14 +271,11 @@ def transfer(ranks: int, layers: int, hidden: int) -> Row:
     model = load_model("configs/model/tiny.yaml")
     model = replace(model, num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden)
     model = replace(model, head_dim=hidden // model.num_attention_heads)
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_transfer_rank, (ranks, model, free_port(), results), ranks)
-    return results.get()
+    return run_ranks(_transfer_rank, ranks, ranks, model)[0]
 
 
-def _transfer_rank(rank: int, num_ranks: int, model: ModelConfig, port: int, results: Any) -> None:
-    """One process: move the weights in buckets, then box by box; the first puts the row into `results`."""
-    as_rank(rank, num_ranks, port)
+def _transfer_rank(rank: int, num_ranks: int, model: ModelConfig) -> Row | None:
+    """One process: move the weights in buckets, then box by box; the first returns the row."""
     num_policy, most = max(num_ranks // 2, 1), model.num_layers * 2 // 3
     cut = [most, model.num_layers - most] if num_policy == 2 else [model.num_layers]
     policy = make_plan(make_run(model), [cut])
@@ -316,12 +311,13 @@ def _transfer_rank(rank: int, num_ranks: int, model: ModelConfig, port: int, res
             _barrier(link, rank, num_ranks)
             # The first turn of what is sent by difference is whole.
             best[name] = min(best[name], 1e3 * (time.perf_counter() - began)) if turn else best[name]
-    if rank == 0:
-        source = torch.ones(_elements_of(targets))
-        copies = min(_copy_ms(source) for _ in range(REPEATS))
-        row: Row = {"ranks": f"{num_policy} to {num_ranks - num_policy}", "boxes": len(table)}
-        row |= {"MB": source.nbytes / 1e6, **best}
-        results.put(row | {"ratio": best["a tensor at a time ms"] / best["buckets ms"], "copy ms": copies})
+    if rank:
+        return None
+    source = torch.ones(_elements_of(targets))
+    copies = min(_copy_ms(source) for _ in range(REPEATS))
+    row: Row = {"ranks": f"{num_policy} to {num_ranks - num_policy}", "boxes": len(table)}
+    row |= {"MB": source.nbytes / 1e6, **best}
+    return row | {"ratio": best["a tensor at a time ms"] / best["buckets ms"], "copy ms": copies}
 
 
 def _copy_ms(source: torch.Tensor) -> float:
@@ -373,7 +369,7 @@ class Pipeline:
         return make_plan(make_run(model, batch=self.num_micro_batches), [[1] * self.num_stages])
 
 
-class Work:
+class Work(Unsplit):
     """A stage's work on a micro-batch, of known duration; its outputs have no meaning."""
 
     def __init__(self, given: Pipeline, *, last: bool) -> None:
@@ -386,9 +382,6 @@ class Work:
         """Seconds spent in forwards so far."""
         if given.kind == "products":
             self._products = _calibrate(self._matrix, given.work_seconds)
-
-    def load(self, micro_batch: int) -> None:
-        """There is no data."""
 
     def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
         """Work for FORWARD_SHARE of the time; the backward takes the rest."""
@@ -407,15 +400,6 @@ class Work:
             return
         for _ in range(round(share * self._products)):
             torch.mm(self._matrix, self._matrix)
-
-    def splitting(self, micro_batch: int, split: bool) -> AbstractContextManager[None]:
-        """1F1B does not split backwards."""
-        assert not split
-        return nullcontext()
-
-    def backward_weight(self, micro_batch: int) -> None:
-        """1F1B does not split backwards."""
-        raise AssertionError
 
 
 class _TimedWork(torch.autograd.Function):
@@ -442,15 +426,11 @@ def _calibrate(matrix: torch.Tensor, seconds: float) -> int:
     return max(1, round(seconds / statistics.median(times)))
 
 
-def run_rank(rank: int, given: Pipeline, port: int, out: str) -> None:
-    """Run one stage; rank 0 writes the seconds of messages and of every step to the file `out`."""
-    as_rank(rank, given.num_stages, port)
+def _run_stage(rank: int, given: Pipeline) -> tuple[tuple[list[float], list[float]], Any]:
+    """Run one stage; the seconds of messages and of every step."""
     init_distributed(device=CPU, timeout_seconds=60)
     try:
-        sends = _measure_sends(given)
-        rows = _run_steps(given, rank)
-        if rank == 0:
-            torch.save((sends, rows), out)
+        return _measure_sends(given), _run_steps(given, rank).tolist()
     finally:
         shutdown()
 
@@ -517,10 +497,9 @@ def executor(
     if kind == "products":
         stages = min(stages, len(os.sched_getaffinity(0)))
     given = Pipeline(kind, stages, micro_batches, milliseconds / 1e3, steps)
-    with tempfile.TemporaryDirectory() as folder, keep_awake(awake):
-        out = str(Path(folder) / "rows.pt")
-        mp.spawn(run_rank, args=(given, free_port(), out), nprocs=stages)
-        sends, rows = torch.load(out)
+    with keep_awake(awake):
+        sends, seconds = run_ranks(_run_stage, stages, given)[0]
+    rows = torch.tensor(seconds, dtype=torch.float64)
     none = [0.0] * (stages - 1)
     work = float(rows[:, :, 1:].sum(dim=2).median()) / micro_batches
     row: Row = {"kind": kind, "stages": stages, "micro-batches": micro_batches, "work ms": 1e3 * work}

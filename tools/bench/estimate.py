@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
 import torch
 
 from tests.support.project import make_plan, read_metrics
 from tools.bench.harness import MISSED, Row, case
-from tools.bench.runs import RETURN_FREED, make_run, write_run, yuan_train
+from tools.bench.runs import RETURN_FREED, make_run, run_ranks, write_run
 from yuan_train.cli import main as cli
 from yuan_train.config.devices import DeviceType, Precision
 from yuan_train.config.model import ModelConfig
@@ -29,14 +26,6 @@ from yuan_train.planner.roles.engines import PREFILL_CHUNK
 from yuan_train.train import run as run_module
 
 CPU = DeviceType(memory=2**35, reserved=0, fp32=1e11, bf16=1e11, memory_bandwidth=1e10, slowdown=1.0)
-NOTHING = {
-    "num_layers": 1,
-    "hidden_size": 16,
-    "num_attention_heads": 1,
-    "ffn_hidden_size": 16,
-    "vocab_size": 64,
-}
-TIMEOUT_SECONDS = 1200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +53,17 @@ class Job:
         return yuan_memory(case, self.model, CPU, self.precision)
 
 
+def _sizes(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int) -> dict[str, Any]:
+    named = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return named | {"ffn_hidden_size": ffn, "vocab_size": vocabulary}
+
+
+NOTHING = _sizes(1, 16, 1, 16, 64)
 SHORT = GroupShape(group=1, prompt=64, new=192)
 LONG = GroupShape(group=1, prompt=256, new=1792)
-DEEP = {
-    "architecture": "llama",
-    "num_layers": 8,
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "ffn_hidden_size": 1536,
-    "vocab_size": 8192,
-}
-FLAT = DEEP | {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 768, "vocab_size": 4096}
-YUAN = {
-    "num_layers": 4,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "ffn_hidden_size": 1024,
-    "vocab_size": 4096,
-}
+DEEP = _sizes(8, 512, 8, 1536, 8192) | {"architecture": "llama", "num_key_value_heads": 2}
+FLAT = DEEP | _sizes(4, 256, 8, 768, 4096)
+YUAN = _sizes(4, 256, 8, 1024, 4096)
 WIDE_CACHE = FLAT | {"num_key_value_heads": 8, "ffn_hidden_size": 256, "vocab_size": 64}
 MANY_WORDS = FLAT | {"vocab_size": 65536}
 QWEN = DEEP | {"architecture": "qwen", "qkv_bias": True, "num_layers": 2, "vocab_size": 32768}
@@ -142,41 +123,30 @@ def training_bytes(job: Job, *, keep: bool) -> int:
         run = make_run(job.model, tokens=samples.length, batch=samples.group, precision=job.precision)
         plan = make_plan(write_run(run_file, run), [[job.model.num_layers]], recompute=job.recompute)
         save_plan(plan_file, replace(plan, device_types={"card": CPU}))
-        yuan_train(
-            *("train", "--config", run_file, "--plan", plan_file, f"log.directory={folder / 'log'}"),
-            entry="yuan_train" if keep else "tools.bench.estimate",
-            environment={} if keep else RETURN_FREED,
-        )
-        return read_metrics(folder / "log")[-1]["peak_memory_bytes"][0]
+        words = ["train", "--config", str(run_file), "--plan", str(plan_file), f"log.directory={folder}"]
+        run_ranks(_train, 1, words, keep, environment={} if keep else RETURN_FREED)
+        return read_metrics(folder)[-1]["peak_memory_bytes"][0]
 
 
-def train_in_use(arguments: list[str]) -> int:
-    """`yuan-train`, but freed memory is not kept."""
-    run_module.keep_freed_memory = lambda device: None  # pyright: ignore[reportAttributeAccessIssue]
-    return cli.main(arguments)
+def _train(_: int, words: list[str], keep: bool) -> None:
+    if not keep:
+        run_module.keep_freed_memory = lambda device: None  # pyright: ignore[reportAttributeAccessIssue]
+    assert cli.main(words) == 0
 
 
 def generation_bytes(job: Job, *, keep: bool) -> int:
     """Growth of resident bytes of a process that makes a model and generates a group of answers."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=generate_alone, args=(job, results))
-    with patch.dict(os.environ, {} if keep else RETURN_FREED):
-        process.start()
-    grown = results.get(timeout=TIMEOUT_SECONDS)
-    process.join()
-    return grown
+    return run_ranks(_generate_alone, 1, job, environment={} if keep else RETURN_FREED)[0]
 
 
-def generate_alone(job: Job, results) -> None:  # pyright: ignore
-    """Put the growth of resident bytes into `results`; a first, tiny generation loads what is needed."""
-    torch.set_num_threads(1)
+def _generate_alone(_: int, job: Job) -> int:
+    """The growth of resident bytes; a first, tiny generation loads what is needed."""
     device = Device()
     _generate(smallest(job).model, GroupShape(group=2, prompt=8, new=4))
     before = held_bytes(device)
     reset_peak_memory(device)
     _generate(job.model, job.samples)
-    results.put(peak_memory_bytes(device) - before)
+    return peak_memory_bytes(device) - before
 
 
 def _generate(model: ModelConfig, samples: GroupShape) -> None:
@@ -204,7 +174,3 @@ def _generate(model: ModelConfig, samples: GroupShape) -> None:
             place = samples.prompt + token
             tokens = drawn[:, 0].to(torch.int64).unsqueeze(1)
             hidden_BSH = step_slots(transformer, tokens, slots, torch.full((group, 1), place), last=place)
-
-
-if __name__ == "__main__":
-    sys.exit(train_in_use(sys.argv[1:]))

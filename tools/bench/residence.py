@@ -8,14 +8,11 @@ and so is the forecast of `yuan-train simulate` without `reserved`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ from typing import Any
 from tests.support.project import parse_plan, read_metrics
 from tests.support.spawn import free_port
 from tools.bench.harness import MISSED, Row, case
-from tools.bench.runs import RETURN_FREED, bench_model, make_run, write_run, yuan_train
+from tools.bench.runs import RETURN_FREED, bench_model, make_run, run_ranks, write_run, yuan_train
 from yuan_train.cli.plan import problem_of
 from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
@@ -142,51 +139,30 @@ def _write(work: Path, name: str, run: RunConfig) -> RunConfig:
     return write_run(work / f"{name}.yaml", replace(run, log=LogConfig(directory=str(work / name))))
 
 
-def _train_all(num_ranks: int, work: Path) -> list[dict[str, int]]:
+def _train_all(count: int, work: Path) -> list[dict[str, int]]:
     """What each rank has measured, in processes that return what they free at once."""
-    common = {**RETURN_FREED, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(num_ranks)}
-    command = [sys.executable, "-m", "tools.bench.residence", str(work), str(free_port()), str(free_port())]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    found: list[dict[str, int]] = []
-    for process in ranks:
-        out, errors = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"a rank ended with exit code {process.returncode}:\n{errors}")
-        found.append(json.loads(out.splitlines()[-1]))
-    return found
+    return run_ranks(_train_both, count, count, work, free_port(), environment=RETURN_FREED)
 
 
-def train_both(work: Path, ports: Sequence[str]) -> None:
-    """Train the first model, then the own one; print what that took here besides, as JSON."""
+def _train_both(rank: int, count: int, work: Path, port: int) -> dict[str, int]:
+    """Train the first model, then the own one; what that took here besides."""
     # Recompute imports it, which the first model may do without.
-    import torch._dynamo
 
     from yuan_train.train import run as run_module
     from yuan_train.train.job import Position, prepare
 
-    torch.set_num_threads(1)
     # Freed memory must leave the process at once, to be told from what is in use.
     run_module.keep_freed_memory = lambda device: None  # pyright: ignore[reportAttributeAccessIssue]
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     before: dict[str, int] = {}
     most: dict[str, int] = {}
-    for name, port in zip(("first", "own"), ports, strict=True):
-        os.environ["MASTER_PORT"] = port
+    for name, address in (("first", os.environ["MASTER_PORT"]), ("own", str(port))):
+        os.environ["MASTER_PORT"] = address
         plan, run = load_plan(work / f"{name}.plan.yaml"), load_run(work / f"{name}.yaml")
         before = {field: resident(field) for field in FIELDS}
         peak = Peak()
         run_module.train(prepare(run, plan, Position(rank, count, rank, count)))
         most = peak.end()
-    print(json.dumps({field: most[field] - before[field] for field in FIELDS}))
+    return {field: most[field] - before[field] for field in FIELDS}
 
 
 class Peak:
@@ -253,7 +229,3 @@ def largest(mebibytes: int, steps: int) -> Row:
     }
     is_over = measured["RssAnon"] > mebibytes << 20
     return row | ({MISSED: f"{row['card MiB']} MiB on a card of {mebibytes}"} if is_over else {})
-
-
-if __name__ == "__main__":
-    train_both(Path(sys.argv[1]), sys.argv[2:])

@@ -6,11 +6,13 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.support.project import parse_plan, read_metrics
+from tests.support.spawn import as_rank, free_port
 from tools.testbed.run import with_random_data
 from yuan_train.config.load import dump, write_text
 from yuan_train.config.model import ModelConfig
@@ -64,17 +66,34 @@ def wide_plan(run: RunConfig, pipelines: Sequence[Sequence[tuple[int, int]]], **
     return parse_plan(run, " / ".join(f"1x{number}: {own}" for own in cuts), **keys)
 
 
-def yuan_train(
-    *words: str | Path, entry: str = "yuan_train", environment: Mapping[str, str] = {}
-) -> subprocess.CompletedProcess[str]:
+def yuan_train(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a `yuan-train` command. Raises SystemExit with what it said if it fails, and TimeoutExpired
     after TIMEOUT_SECONDS."""
-    command = [sys.executable, "-m", entry, *map(str, words)]
-    own = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=own, timeout=TIMEOUT_SECONDS)
+    command = [sys.executable, "-m", "yuan_train", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])
     return done
+
+
+def run_ranks(
+    body: Callable[..., Any], num_ranks: int, *arguments: Any, environment: Mapping[str, str] = {}
+) -> list[Any]:
+    """What `body(rank, *arguments)` returns in each of so many new processes, which are as a launcher's."""
+    import torch.multiprocessing as mp
+
+    results = mp.get_context("spawn").SimpleQueue()
+    with patch.dict(os.environ, environment):
+        mp.spawn(_run_rank, (num_ranks, free_port(), results, body, arguments), num_ranks)
+    found = dict(results.get() for _ in range(num_ranks))
+    return [found[rank] for rank in range(num_ranks)]
+
+
+def _run_rank(
+    rank: int, num_ranks: int, port: int, results: Any, body: Callable[..., Any], arguments: Any
+) -> None:
+    as_rank(rank, num_ranks, port)
+    results.put((rank, body(rank, *arguments)))
 
 
 def train(run_file: str | Path, plan: Plan, folder: Path, *changes: str) -> list[dict[str, Any]]:
