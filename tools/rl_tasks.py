@@ -127,6 +127,8 @@ def prompts_of(task: str) -> list[dict[str, object]]:
     if task == "story":
         ways = [(name, place) for name in ("Anna", "Ben", "Clara", "David") for place in ("forest", "lake")]
         return [{"prompt": f"One day {name} walked to the {place}."} for name, place in ways]
+    if task == "count":
+        return [{"prompt_ids": [0]}]
     if task in ("copy", "successor"):
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     pairs = [(a, b) for a in range(10) for b in range(10)]

@@ -170,10 +170,9 @@ def wait_for(log: Path, step: int, processes: Sequence[subprocess.Popen[bytes]])
     return lines[-1]["step"]
 
 
-def cut_to_a_tenth(node: Node, number: int) -> None:
+def cut_to_a_tenth(node: Node) -> None:
     """Shape both ends of a node's link again."""
-    bridge = node.namespace.partition("-")[0] + "-bridge"
-    for namespace, end in ((node.namespace, "eth0"), (bridge, f"port{number}")):
+    for end, namespace in node.host.ends.items():
         rate = f"{round(node.spec.network * 8 / 10)}bit"
         words = f"tc -n {namespace} qdisc change dev {end} root tbf rate {rate} burst 128kb latency 100ms"
         subprocess.run(words.split(), check=True)
@@ -218,7 +217,7 @@ def test_a_slow_card_is_no_slow_link_and_a_link_cut_in_mid_run_is_named(
             well = wait_for(log, slowed + 40, processes)
             slow_card(nodes[1], SPECS[1].cpu)
             cut = wait_for(log, well + 20, processes)
-            cut_to_a_tenth(nodes[1], 1)
+            cut_to_a_tenth(nodes[1])
             wait_for(log, cut + 8 * EVERY, processes)
     except NoTestbed as error:
         pytest.skip(str(error))

@@ -4,7 +4,7 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +63,8 @@ def hosts_on_a_bridge(count: int) -> Iterator[list[Host]]:
         ]
     finally:
         for name in (*names, hub):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
 
 
 @contextmanager
@@ -79,7 +80,8 @@ def three_hosts() -> Iterator[list[Host]]:
 
 def ip(*words: str) -> None:
     """Run the `ip` command."""
-    subprocess.run(["ip", *words], capture_output=True, check=True)
+    # Ctrl-C does not reach it: neither making a network nor taking it away stops half-way.
+    subprocess.run(["ip", *words], capture_output=True, check=True, start_new_session=True)
 
 
 @contextmanager

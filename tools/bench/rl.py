@@ -11,40 +11,50 @@ import math
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from tests.support.project import read_metrics
+from tests.support.hf_decoders import save_model
+from tests.support.project import parse_plan, read_metrics
 from tools.bench.harness import MISSED, Row, case
-from tools.bench.runs import yuan_train
+from tools.bench.runs import bench_model, yuan_train
 from tools.rl_tasks import CONFIG, STEPS, TURNS, run_words
 from yuan_train.config.devices import DeviceType
-from yuan_train.config.plan import Plan, RankPlan, StagePlan, single_card_plan
+from yuan_train.config.plan import Plan, RankPlan, single_card_plan
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, ReferencePlan, RlPlan, RolePlan, RolePlans, save_rl_plan
+from yuan_train.models.transformer import Transformer
 from yuan_train.schedule.flow import FlowTimes, Play, play
 
 NEARNESS = 0.15
 """The largest error of a forecast of a step, and of an idle share."""
 
 
-def launch(plan: Path, log: Path, words: Sequence[str], steps: int) -> list[dict[str, Any]]:
-    """Run a plan; the metrics of its steps."""
+def run_roles(
+    folder: Path,
+    plan: RlPlan,
+    task: str,
+    changes: Sequence[str],
+    rewards: Mapping[str, float],
+    steps: int,
+) -> list[dict[str, Any]]:
+    """Run a task of tools/rl_tasks.py under a plan; the metrics of its steps."""
+    save_rl_plan(folder / "plan.yaml", plan)
+    return launch(folder, run_words(folder, task, changes, rewards), steps)
+
+
+def launch(folder: Path, words: Sequence[str], steps: int) -> list[dict[str, Any]]:
+    """Run the plan of a folder; the metrics of its steps."""
+    plan, log = folder / "plan.yaml", folder / "log"
     (log / "metrics.jsonl").unlink(missing_ok=True)
     more = (f"log.directory={log}", f"train.steps={steps}")
     said = yuan_train("launch", "--plan", plan, "--this-node", "all", *words, *more).stderr
     (log / "said.txt").write_text(said)
     return read_metrics(log)
-
-
-def median(lines: Sequence[dict[str, Any]], key: str) -> float:
-    """Of a figure of the steps."""
-    return statistics.median(line[key] for line in lines)
 
 
 def mean(lines: Sequence[dict[str, Any]], key: str) -> float:
@@ -158,9 +168,7 @@ def _measure(folder: Path, pieces: tuple[float, float], *, staleness: int, steps
     and of those that generate, of which one has more slots."""
     policy, engine = (card(piece_seconds=seconds) for seconds in pieces)
     plan = roles_plan(policy, alike(engine, engine, CHANGES), staleness=staleness, changes=CHANGES)
-    save_rl_plan(folder / "plan.yaml", plan)
-    words = run_words(folder, "sum", CHANGES, {"right": 1.0})
-    lines = launch(folder / "plan.yaml", folder / "log", words, WARM_UP + steps)
+    lines = run_roles(folder, plan, "sum", CHANGES, {"right": 1.0}, WARM_UP + steps)
     later = lines[WARM_UP:]
     used = 16 * len(lines) + sum(line["groups_filtered"] + line["groups_failed"] for line in lines)
     said = (folder / "log/said.txt").read_text()
@@ -216,22 +224,11 @@ def roles_plan(
     config = load_rl(CONFIG, changes)
     run = policy_run(config, sequence_length=config.sequence_length)
     plan = _with_cards(single_card_plan(run), [policy], "trains")
-    whole = plan.pipelines[0]
-    pipelines = tuple(
-        replace(
-            whole,
-            micro_batch_size=engine.slots,
-            num_micro_batches=1,
-            stages=(
-                StagePlan(replicas=((rank,),), layers=whole.stages[0].layers, embedding=True, head=True),
-            ),
-        )
-        for rank, engine in enumerate(engines)
+    cuts = (f"{engine.slots}x1: {run.model.num_layers}@{rank}" for rank, engine in enumerate(engines))
+    generation = _with_cards(
+        parse_plan(run, " / ".join(cuts)), [engine.card for engine in engines], "generates"
     )
-    ranks = tuple(RankPlan(rank=rank, device="", type="") for rank in range(len(engines)))
-    slots = sum(engine.slots for engine in engines)
-    generation = replace(plan, pipelines=pipelines, ranks=ranks, global_batch_size=slots)
-    generation = _with_cards(generation, [engine.card for engine in engines], "generates")
+    generation = replace(generation, global_batch_size=sum(engine.slots for engine in engines))
     shares = tuple(engine.share for engine in engines)
     roles = RolePlans(
         policy=RolePlan(plan=plan),
@@ -322,10 +319,8 @@ def _learn(
 ) -> list[dict[str, Any]]:
     """The metrics of a task that is learned."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         plan = roles_plan(card(), engines, staleness=MODES[mode], changes=changes)
-        save_rl_plan(folder / "plan.yaml", plan)
-        return launch(folder / "plan.yaml", folder / "log", run_words(folder, task, changes, rewards), steps)
+        return run_roles(Path(name), plan, task, changes, rewards, steps)
 
 
 # --- answers of unlike length ------------------------------------------------------------------------------
@@ -374,31 +369,15 @@ def make_counter(folder: Path, lengths: str) -> Path:
         head[END, place] = math.log(max(hazard, 1e-12))
         if place + 1 < END:
             head[place + 1, place] = math.log(max(1 - hazard, 1e-12))
+    sizes = {"num_attention_heads": 4, "vocab_size": vocabulary, "max_sequence_length": END + 1}
+    keys = {"ffn_hidden_size": 32, "norm_epsilon": 1e-12, "tie_embeddings": False}
+    model = Transformer(bench_model(1, hidden, architecture="llama", **sizes, **keys))
+    for name, parameter in model.named_parameters():
+        parameter.data.fill_(1.0 if "norm" in name else 0.0)
+    model.embedding.weight.data.copy_(torch.eye(vocabulary, hidden))
     # RMSNorm makes of a one the root of the width.
-    tensors = {
-        "model.embed_tokens.weight": torch.eye(vocabulary, hidden),
-        "lm_head.weight": head / math.sqrt(hidden),
-        "model.norm.weight": torch.ones(hidden),
-    }
-    for name, shape in {
-        **dict.fromkeys((f"self_attn.{one}_proj.weight" for one in "qkvo"), (hidden, hidden)),
-        **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (32, hidden)),
-        "mlp.down_proj.weight": (hidden, 32),
-    }.items():
-        tensors[f"model.layers.0.{name}"] = torch.zeros(shape)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        tensors[f"model.layers.0.{name}.weight"] = torch.ones(hidden)
-    config = {
-        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocabulary},
-        **{"hidden_size": hidden, "intermediate_size": 32, "num_hidden_layers": 1, "rms_norm_eps": 1e-12},
-        **{"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": END + 1},
-        **{"tie_word_embeddings": False, "rope_theta": 1e4, "hidden_act": "silu"},
-    }
-    (folder / "hf").mkdir()
-    (folder / "hf/config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "hf/model.safetensors")
-    yuan_train("import-hf", folder / "hf", "--out", folder / "counter")
-    return folder / "counter"
+    model.head.weight.data.copy_(head / math.sqrt(hidden))
+    return save_model(folder / "counter", model)
 
 
 def unlike_engines(piece: float, *, parts: int = 1) -> list[EngineCard]:
@@ -417,10 +396,7 @@ def run_unlike(
     """The metrics of steps with answers of unlike length, whose checkpoint `changes` name, at staleness 1."""
     changes = (*UNLIKE_CHANGES, *changes)
     plan = roles_plan(policy, unlike_engines(piece), staleness=1, changes=changes)
-    save_rl_plan(folder / "plan.yaml", plan)
-    words = run_words(folder, "copy", changes, {reward: 1.0})
-    (folder / "prompts.jsonl").write_text('{"prompt_ids": [0]}\n')
-    return launch(folder / "plan.yaml", folder / "log", words, steps)
+    return run_roles(folder, plan, "count", changes, {reward: 1.0}, steps)
 
 
 @case(
@@ -530,7 +506,7 @@ def forecast(fast: float, slow: float, steps: int, warm_up: int) -> Iterator[Row
             profiles = ",".join(str(folder / f"profile-{name}.json") for name in names)
             own = ("--cluster", folder / "both.yaml", "--profile", profiles, "--out", folder / "plan.yaml")
             wanted = json.loads(yuan_train("plan", *own, "--json", *words, *keys).stdout)["forecast"]
-            lines = launch(folder / "plan.yaml", folder / "log", [*words, *keys], steps)[warm_up:]
+            lines = launch(folder, [*words, *keys], steps)[warm_up:]
             yield _beside(way, wanted, lines)
 
 
@@ -541,7 +517,7 @@ def _beside(way: str, wanted: dict[str, Any], lines: Sequence[dict[str, Any]]) -
     row: Row = {"way": way, "step": f"{step:.3f}, {wanted['step_seconds']:.3f} s ({error:+.1%})"}
     for part in PARTS:
         seconds = wanted[f"{part}_seconds"] + (wanted["tail_seconds"] if part == "generation" else 0.0)
-        row[part] = f"{median(lines, f'{part}_seconds'):.3f}, {seconds:.3f} s"
+        row[part] = f"{statistics.median(line[f'{part}_seconds'] for line in lines):.3f}, {seconds:.3f} s"
     off = 0.0
     for role, share in wanted["idle"].items() if way != "shared" else ():
         measured = mean(lines, f"idle_{role}")

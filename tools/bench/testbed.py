@@ -33,7 +33,6 @@ from tools.testbed.run import (
     cluster_of,
     forecast_busy,
     measure_profile,
-    replay,
     train,
     with_random_data,
     yuan_train,
@@ -47,7 +46,7 @@ from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.config.run import RunConfig, load_run
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
-from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
+from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import search_plan
 
 CONFIG = str(HERE / "run.yaml")
@@ -308,43 +307,6 @@ SHARE = 0.5
 ONE_BUCKET = 10**12
 
 
-@dataclass(frozen=True)
-class Step:
-    """A measured step; alone, of the node that took longer."""
-
-    seconds: float
-    busy: tuple[float, ...]
-    """Compute seconds of each node."""
-
-    @property
-    def waited(self) -> float:
-        """Seconds in which the slower node did not compute."""
-        return self.seconds - max(self.busy)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A way of reducing gradients on a network, and its steps of all rounds."""
-
-    bucket_size: int
-    cost: PlanCost | None
-    """The forecast; None for the nodes alone."""
-    steps: list[Step]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(step.seconds for step in self.steps)
-
-    @property
-    def waited(self) -> float:
-        return statistics.median(step.waited for step in self.steps)
-
-    def replayed_error(self, plan: Plan) -> float:
-        """How far the forecast is off with each step's compute as it was measured."""
-        assert self.cost is not None
-        return statistics.median(replay(plan, self.cost, step.busy) / step.seconds - 1 for step in self.steps)
-
-
 @case(
     "training/overlap",
     formats=dict.fromkeys(("backward s", "reduction s", "alone s"), ".3f"),
@@ -395,37 +357,28 @@ def measure(network: str, layers: int, slowdown: float, steps: int, rounds: int,
         for node, single in zip(nodes, cluster.nodes, strict=True):
             lone = replace(problem, cluster=replace(cluster, nodes=(single,)), global_batch_size=size)
             save_plan(folder / f"{node.spec.name}.yaml", _plan(make_costs(lone), run))
-        alone, one, many = (
-            Measured(costs.problem.bucket_size, None if way == "alone" else cost_plan(costs, plan), [])
-            for way, costs in (("alone", whole), ("one bucket", whole), ("buckets", halves))
-        )
+        ways = {
+            way: (costs, Round(plan, cost_plan(costs, plan), []))
+            for way, costs in (("alone", whole), ("one-bucket", whole), ("two-a-layer", halves))
+        }
         for number in range(rounds):
-            for way in (alone, one, many):
-                training = f"{'alone' if way is alone else 'buckets'}-{way.bucket_size}-{number}"
-                way.steps.extend(
-                    _train(
-                        nodes,
-                        folder / training,
-                        steps,
-                        bucket_size=way.bucket_size,
-                        alone_with=size if way is alone else None,
-                    )
-                )
-    return _overlap_row(network, plan, alone, (one, many))
+            for way, (costs, found) in ways.items():
+                changes = [f"train.steps={steps}", f"optimizer.bucket_size={costs.problem.bucket_size}"]
+                changes += [f"train.global_batch_size={size}"] if way == "alone" else []
+                found.lines.extend(_train(nodes, folder / f"{way}-{number}", changes, alone=way == "alone"))
+    return _overlap_row(network, *(found for _, found in ways.values()))
 
 
-def _overlap_row(network: str, plan: Plan, alone: Measured, ways: Sequence[Measured]) -> Row:
-    cost = ways[0].cost
-    assert cost is not None
-    reduction = cost.grad_reduce_seconds
-    row: Row = {"network": network, "backward s": cost.stages[0].backward_seconds, "reduction s": reduction}
-    row["alone s"] = alone.median
-    for name, way in zip(("one bucket", "two a layer"), ways, strict=True):
-        assert way.cost is not None
-        row[f"{name} s"] = f"{way.cost.step_seconds:.3f}, {way.median:.3f}"
-        row[f"{name}, exposed"] = f"{(way.median - alone.median) / reduction:.0%}"
+def _overlap_row(network: str, alone: Round, one: Round, many: Round) -> Row:
+    reduction, seconds = one.cost.grad_reduce_seconds, statistics.median(alone.seconds)
+    row: Row = {"network": network, "backward s": one.cost.stages[0].backward_seconds}
+    row |= {"reduction s": reduction, "alone s": seconds}
+    for name, way in (("one bucket", one), ("two a layer", many)):
+        took = statistics.median(way.seconds)
+        row[f"{name} s"] = f"{way.cost.step_seconds:.3f}, {took:.3f}"
+        row[f"{name}, exposed"] = f"{(took - seconds) / reduction:.0%}"
         row[f"{name}, waited"] = f"{(way.waited - alone.waited) / reduction:.0%}"
-        off = way.cost.step_seconds / way.median - 1, way.replayed_error(plan)
+        off = way.error, statistics.median(way.replayed_errors)
         row[f"{name}, off by"] = ", ".join(f"{part:+.1%}" for part in off)
     return row
 
@@ -453,28 +406,14 @@ def _plan(costs: Costs, run: RunConfig) -> Plan:
     return hand_plan(costs, stages, micro_batch_size=run.train.micro_batch_size)
 
 
-def _train(
-    nodes: Sequence[Node], folder: Path, steps: int, *, bucket_size: int, alone_with: int | None
-) -> list[Step]:
-    """Steps after the warm-up; of each node alone, if it is said with how many of the batch's sequences."""
-    own = folder.parent
-    commands: list[list[object]] = []
-    for node in nodes:
-        command = ["train", "--config", own / "run.yaml", f"train.steps={steps}", "log.every=1"]
-        command += [f"log.directory={folder / node.spec.name}", "checkpoint.directory="]
-        command += [f"optimizer.bucket_size={bucket_size}"]
-        if alone_with is None:
-            command += ["--plan", own / "plan.yaml"]
-        else:
-            command += ["--plan", own / f"{node.spec.name}.yaml", f"train.global_batch_size={alone_with}"]
-        commands.append(command)
-    yuan_train(nodes, commands, folder, TRAIN_SECONDS, alone=alone_with is not None)
-    found = [
-        [
-            Step(line["step_seconds"], tuple(line["stage_seconds"]))
-            for line in read_metrics(log)[WARM_UP_STEPS:]
-        ]
-        for log in sorted(folder.iterdir())
-        if (log / "metrics.jsonl").exists()
+def _train(nodes: Sequence[Node], folder: Path, changes: Sequence[str], *, alone: bool) -> list[Row]:
+    """Metrics of the steps after the warm-up, of the node that took longer; each `alone` has its own plan."""
+    commands = [
+        ["train", "--config", folder.parent / "run.yaml", "--plan", folder.parent / f"{plan}.yaml", *changes]
+        + [f"log.directory={folder / node.spec.name}", "log.every=1", "checkpoint.directory="]
+        for node in nodes
+        for plan in [node.spec.name if alone else "plan"]
     ]
-    return [max(steps, key=lambda step: step.seconds) for steps in zip(*found, strict=True)]
+    yuan_train(nodes, commands, folder, TRAIN_SECONDS, alone=alone)
+    logs = [read_metrics(path.parent)[WARM_UP_STEPS:] for path in sorted(folder.glob("*/metrics.jsonl"))]
+    return [max(lines, key=lambda line: line["step_seconds"]) for lines in zip(*logs, strict=True)]

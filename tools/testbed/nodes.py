@@ -26,6 +26,7 @@ from typing import IO, Annotated
 
 from annotated_types import Gt, Le, MinLen
 
+from tests.support.networks import Host, hosts_on_a_bridge
 from yuan_train.config.devices import BytesPerSecond
 from yuan_train.config.errors import TrainingError, Violation, YuanError
 from yuan_train.config.load import build, read_document
@@ -42,7 +43,6 @@ it would cut them into small ones, which costs a node 8 % of its core at 100 Mb/
 QUEUE = "100ms"
 """Longest time that a packet waits at a shaped end before it is dropped."""
 MOST_NODES = 200
-SUBNET = "10.77.0"
 MOUNTS = Path("/proc/self/mounts")
 
 
@@ -123,14 +123,18 @@ class Node:
     """A running node."""
 
     spec: NodeSpec
-    namespace: str
-    address: str
+    host: Host
+    """Its network."""
     quota: Path
     """Its cgroup."""
     core: int
     """The core that its processes run on."""
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
     """To be killed before the cgroup is removed: a process that has just started may not be in it yet."""
+
+    @property
+    def address(self) -> str:
+        return self.host.address
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes]
@@ -140,16 +144,7 @@ class Node:
         Ctrl-C does not reach it: the testbed kills it.
         """
         join_cgroup = 'echo $$ > "$0" && exec "$@"'
-        prefix = [
-            "sh",
-            "-c",
-            join_cgroup,
-            str(self.quota / "cgroup.procs"),
-            "ip",
-            "netns",
-            "exec",
-            self.namespace,
-        ]
+        prefix = ["sh", "-c", join_cgroup, str(self.quota / "cgroup.procs"), *self.host.prefix]
         with _signals_deferred():
             process = subprocess.Popen(
                 [*prefix, *command],
@@ -172,14 +167,15 @@ case "$1" in
 *) echo "ssh: $1: no node of the testbed" >&2; exit 255 ;;
 esac
 shift
-echo $$ > "$group/cgroup.procs" && exec taskset -c "$core" ip netns exec "$space" sh -c "$*"
+echo $$ > "$group/cgroup.procs" && exec taskset -c "$core" $enter sh -c "$*"
 """
 
 
 def write_ssh(nodes: Sequence[Node], path: Path) -> None:
     """Write a program that stands for ssh to these nodes, which runs a command under the node's quota."""
     cases = [
-        f"{node.spec.name}|{node.address}) space={node.namespace} group={node.quota} core={node.core} ;;"
+        f'{node.spec.name}|{node.address}) enter="{" ".join(node.host.prefix)}" group={node.quota} '
+        f"core={node.core} ;;"
         for node in nodes
     ]
     path.write_text(SSH.format(cases="\n".join(cases)))
@@ -236,45 +232,30 @@ def _check_rights() -> None:
 
 def _make(specs: Sequence[NodeSpec], prefix: str, quotas: Quotas, cleanup: ExitStack) -> tuple[Node, ...]:
     quotas.open(cleanup)
-    bridge = f"{prefix}-bridge"
-    _add_namespace(bridge, cleanup)
-    _run("ip", "-n", bridge, "link", "add", "bridge0", "type", "bridge")
-    _run("ip", "-n", bridge, "link", "set", "bridge0", "up")
     cores = place_on_cores([spec.cpu for spec in specs], find_cores())
     assert cores is not None, "_validate checks it"
+    try:
+        *hosts, _ = cleanup.enter_context(hosts_on_a_bridge(len(specs)))
+        for spec, host in zip(specs, hosts, strict=True):
+            _shape(spec, host)
+    except subprocess.CalledProcessError as error:
+        words, said = " ".join(error.cmd), error.stderr.decode().strip()
+        raise NoTestbed(f"`{words}` failed: {said}; does this kernel offer it?") from None
     nodes: list[Node] = []
-    for i, (spec, core) in enumerate(zip(specs, cores, strict=True)):
-        name, address = f"{prefix}-{i}-{spec.name}", f"{SUBNET}.{i + 1}"
-        _make_network(i, spec, name, bridge, address, cleanup)
-        node = Node(spec, name, address, quotas.add(name, spec.cpu, cleanup), core)
+    for i, (spec, host, core) in enumerate(zip(specs, hosts, cores, strict=True)):
+        node = Node(spec, host, quotas.add(f"{prefix}-{i}-{spec.name}", spec.cpu, cleanup), core)
         cleanup.callback(_kill_all, node.started)
         nodes.append(node)
     return tuple(nodes)
 
 
-def _make_network(i: int, spec: NodeSpec, name: str, bridge: str, address: str, cleanup: ExitStack) -> None:
-    _add_namespace(name, cleanup)
-    _run(*f"ip link add eth0 netns {name} type veth peer name port{i} netns {bridge}".split())
-    _run(*f"ip -n {bridge} link set port{i} master bridge0 up".split())
-    _run(*f"ip -n {name} address add {address}/24 dev eth0".split())
-    _run(*f"ip -n {name} link set eth0 up".split())
-    _run(*f"ip -n {name} link set lo up".split())
+def _shape(spec: NodeSpec, host: Host) -> None:
+    """Limit both ends of a host's link to its rate."""
     burst = BURSTS[spec.network >= FAST_BYTES_PER_SECOND]
-    for namespace, end in ((name, "eth0"), (bridge, f"port{i}")):
-        shape = f"root tbf rate {round(8 * spec.network)}bit burst {burst} latency {QUEUE}"
-        _run(*f"tc -n {namespace} qdisc add dev {end} {shape}".split())
-
-
-def _add_namespace(name: str, cleanup: ExitStack) -> None:
-    """Add a network namespace. Deleting it deletes its ends of veth pairs, and with them the other ends."""
-    _run("ip", "netns", "add", name)
-    cleanup.callback(_run, "ip", "netns", "delete", name)
-
-
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, start_new_session=True)
-    if done.returncode:
-        raise NoTestbed(f"`{' '.join(words)}` failed: {done.stderr.strip()}; does this kernel offer it?")
+    shape = f"root tbf rate {round(8 * spec.network)}bit burst {burst} latency {QUEUE}"
+    for end, namespace in host.ends.items():
+        words = f"tc -n {namespace} qdisc add dev {end} {shape}".split()
+        subprocess.run(words, capture_output=True, check=True, start_new_session=True)
 
 
 # --- quotas ----------------------------------------------------------------------------------------------

@@ -54,6 +54,12 @@ class Round:
         return [line["stage_seconds"] for line in self.lines]
 
     @property
+    def waited(self) -> float:
+        """Seconds of a step in which the slowest rank does not compute."""
+        steps = zip(self.seconds, self.busy, strict=True)
+        return statistics.median(took - max(busy) for took, busy in steps)
+
+    @property
     def error(self) -> float:
         """How far the forecast is off; -0.1: 10 % low."""
         return self.cost.step_seconds / statistics.median(self.seconds) - 1
@@ -62,7 +68,7 @@ class Round:
     def replayed_errors(self) -> list[float]:
         """Likewise of each step, if the simulator is given each rank's compute seconds as measured."""
         steps = zip(self.busy, self.seconds, strict=True)
-        return [replay(self.plan, self.cost, busy) / took - 1 for busy, took in steps]
+        return [_replay(self.plan, self.cost, busy) / took - 1 for busy, took in steps]
 
 
 def begin() -> None:
@@ -180,7 +186,7 @@ def forecast_busy(plan: Plan, cost: PlanCost) -> list[float]:
     return busy
 
 
-def replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
+def _replay(plan: Plan, cost: PlanCost, busy: Sequence[float]) -> float:
     """The simulated step, in seconds, if each rank's compute takes as long as measured (`busy`): what is left
     of the error is due to links, gradient reduction and the executor."""
     expected = forecast_busy(plan, cost)
