@@ -138,23 +138,12 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--only", metavar="NAME,...", help="these checks alone, besides `versions`")
-    parser.add_argument(
-        "--budget", type=float, default=PART_SECONDS, metavar="SECONDS", help=f"of a part ({PART_SECONDS:g})"
-    )
-    parser.add_argument(
-        "--together",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run so many checks at a time, all but those whose figures would change by it (1)",
-    )
-    parser.add_argument(
-        "--without",
-        default="",
-        metavar="KEY",
-        help="a negative control: disable this synchronisation (tests/support/ranks.py: disabled); a check "
-        "that rests on it must fail",
-    )
+    budget = f"of a part ({PART_SECONDS:g})"
+    parser.add_argument("--budget", type=float, default=PART_SECONDS, metavar="SECONDS", help=budget)
+    at_a_time = "run so many checks at a time, all but those whose figures would change by it (1)"
+    parser.add_argument("--together", type=int, default=1, metavar="N", help=at_a_time)
+    control = "a negative control: disable this synchronisation (tests/support/ranks.py: disabled); a check "
+    parser.add_argument("--without", default="", metavar="KEY", help=f"{control}that rests on it must fail")
     options = parser.parse_args(words)
     if options.together < 1:
         parser.error(f"--together {options.together}: wanted at least 1, which is one check after the other")
@@ -286,22 +275,14 @@ def make_table(path: Path) -> str:
     head = ", ".join(f"{key} {facts[key]}" for key in ("torch", "CUDA", "driver", "Python") if facts.get(key))
     date = datetime.datetime.now(datetime.UTC).date()
     words = {True: "yes", False: "**no**", None: "-"}
-    rows = [
+    rows = "".join(
         f"| {name}: {asks.get(name, '')} | {words[line['ok']]} | {_cell(line['figure'])} "
-        f"| {line['seconds']} |"
+        f"| {line['seconds']} |\n"
         for name, line in lines.items()
-    ]
-    lacking = f"; missing: {', '.join(facts['missing'])}" if facts.get("missing") else ""
-    return "\n".join(
-        [
-            f"**{facts.get('device', 'unknown device')}**, {date}; {head}{lacking}.",
-            "",
-            "| check | holds | figure | seconds |",
-            "|---|---|---|--:|",
-            *rows,
-            "",
-        ]
     )
+    lacking = f"; missing: {', '.join(facts['missing'])}" if facts.get("missing") else ""
+    title = f"**{facts.get('device', 'unknown device')}**, {date}; {head}{lacking}."
+    return f"{title}\n\n| check | holds | figure | seconds |\n|---|---|---|--:|\n{rows}"
 
 
 def _cell(text: str) -> str:

@@ -150,44 +150,24 @@ def hundred(faults: int, seed: int) -> Iterator[Row]:
 @case("faults/a_minute", formats=FORMATS, faults=(8,), seed=(0,))
 def a_minute(faults: int, seed: int) -> Iterator[Row]:
     """The same with a fault every minute: which part of the time is left for new steps."""
-    yield from _campaign(
-        KINDS,
-        faults,
-        random.Random(seed),
-        f"checkpoint.every={SELDOM}",
-        "train.timeout=3 s",
-        "checkpoint.asynchronous=true",
-        apart=MINUTE,
-    )
+    changes = (f"checkpoint.every={SELDOM}", "train.timeout=3 s", "checkpoint.asynchronous=true")
+    yield from _campaign(KINDS, faults, random.Random(seed), *changes, apart=MINUTE)
 
 
-@case(
-    "faults/in_memory",
-    formats=FORMATS,
-    faults=(8,),
-    seed=(0,),
-    steps=(4,),
-)
+@case("faults/in_memory", formats=FORMATS, faults=(8,), seed=(0,), steps=(4,))
 def in_memory(faults: int, seed: int, steps: int) -> Iterator[Row]:
     """Lost nodes of a run that keeps every so many steps in memory: what is made again is at most as many."""
-    kinds = {LOST: _lose_node}
+    kinds = {LOST: partial(_end_node, lose_node)}
     for row in _campaign(kinds, faults, random.Random(seed), f"checkpoint.in_memory={steps}"):
         if row.get("steps again", 0) > steps:
             row[MISSED] = f"{row['steps again']} steps were made again"
         yield row
 
 
-@case(
-    "faults/live",
-    formats={
-        "parameters": ",",
-        "move s": ".2f",
-        "without a step s": ".2f",
-        "sent MiB": ".2f",
-        "bound MiB": ".2f",
-    },
-    hidden=(64, 256),
-)
+MOVES = {"parameters": ",", **dict.fromkeys(("move s", "without a step s", "sent MiB", "bound MiB"), ".2f")}
+
+
+@case("faults/live", formats=MOVES, hidden=(64, 256))
 def live(hidden: int) -> Iterator[Row]:
     """Two ranks move from one cut of a model to another: in place, and by saving and starting again."""
     with tempfile.TemporaryDirectory() as name:
@@ -204,9 +184,7 @@ def live(hidden: int) -> Iterator[Row]:
 
 
 @case(
-    "faults/slowed",
-    formats={"step s": ".3f", "of planned for": ".0%", "noticed after": ","},
-    factor=(3.0,),
+    "faults/slowed", formats={"step s": ".3f", "of planned for": ".0%", "noticed after": ","}, factor=(3.0,)
 )
 def slowed_down(factor: float) -> Iterator[Row]:
     """A node of two runs a third of the time from some step on: a step before, under the old plan, after the
@@ -220,10 +198,7 @@ def slowed_down(factor: float) -> Iterator[Row]:
 
 def _slowed_run(folder: Path, factor: float, *, is_slow: bool) -> Iterator[Row]:
     """Rows of a run whose node b is slowed, from the first steps if it `is_slow`; `factor` is planned for."""
-    project, out = folder / "project", folder / "run"
-    project.mkdir(parents=True)
-    out.mkdir()
-    make_supervised(project, {"a": 1, "b": 1})
+    project, out = _supervised_project(folder, {"a": 1, "b": 1})
     cluster = yaml.safe_load((project / "cluster.yaml").read_text())
     types = cluster["device_types"]
     types["slow"] = types["core"] | {key: f"{80 / factor} GFLOP/s" for key in ("fp32", "bf16")}
@@ -232,12 +207,14 @@ def _slowed_run(folder: Path, factor: float, *, is_slow: bool) -> Iterator[Row]:
     (project / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     watched = "supervise.slow=1.5" if not is_slow else "supervise.slow=1000"
 
+    def median(first: int, last: int) -> float:
+        return statistics.median(line["step_seconds"] for line in read_metrics(out / "log")[first:last])
+
     def measured(which: str, first: int, noticed: int | None = None) -> Row:
-        _await(lambda: steps_done(out) >= first + WARM + MEASURED or None, LIMIT)
-        lines = read_metrics(out / "log")[first + WARM : first + WARM + MEASURED]
-        seconds = statistics.median(line["step_seconds"] for line in lines)
+        first, last = first + WARM, first + WARM + MEASURED
+        _await(lambda: steps_done(out) >= last or None, LIMIT)
         plan = load_plan(plans_in(out / "log")[-1])
-        return {"run": which, "plan": _cut(plan), "step s": seconds, "noticed after": noticed}
+        return {"run": which, "plan": _cut(plan), "step s": median(first, last), "noticed after": noticed}
 
     longer = ("train.global_batch_size=64", "checkpoint.every=50", watched)
     with supervised(project, out, *longer, *words(1_000_000)) as process:
@@ -251,22 +228,28 @@ def _slowed_run(folder: Path, factor: float, *, is_slow: bool) -> Iterator[Row]:
                 began = steps_done(out)
                 _await(lambda: entries(out)[1:] or None, LIMIT)
                 moved = next(line["step"] for line in read_metrics(out / "log") if "moved" in line)
-                lines = read_metrics(out / "log")[began + 2 : moved - 1]
-                seconds = statistics.median(line["step_seconds"] for line in lines)
-                yield {"run": "slow, the old plan", "step s": seconds}
+                yield {"run": "slow, the old plan", "step s": median(began + 2, moved - 1)}
                 yield measured("slow, moved live", moved, moved - began)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=LIMIT)
 
 
+def _supervised_project(folder: Path, cards: Mapping[str, int]) -> tuple[Path, Path]:
+    """Folders of a project on nodes with so many cards, and of its run."""
+    project, run = folder / "project", folder / "run"
+    for path in (project, run):
+        path.mkdir(parents=True)
+    make_supervised(project, cards)
+    return project, run
+
+
 def _cut(plan: Plan) -> str:
-    """Micro-batches of each pipeline and layers of its stages: `8: 4 | 2`."""
-    words = [
-        f"{pipeline.num_micro_batches}x{pipeline.micro_batch_size}: "
-        + " | ".join(f"{stage.layers[1] - stage.layers[0]:g}" for stage in pipeline.stages)
-        for pipeline in plan.pipelines
-    ]
-    return " / ".join(words)
+    """Micro-batches of each pipeline and layers of its stages: `8x1: 4 | 2`."""
+    return " / ".join(
+        f"{own.num_micro_batches}x{own.micro_batch_size}: "
+        + " | ".join(f"{stage.num_layers:g}" for stage in own.stages)
+        for own in plan.pipelines
+    )
 
 
 def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool) -> Row:
@@ -282,9 +265,7 @@ def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool
         environment = {**os.environ, NEXT_PLAN: str(folder / "plan-1.yaml")}
         return subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def lines() -> list[dict[str, Any]]:
-        return read_metrics(log)
-
+    lines = partial(read_metrics, log)
     process = start(plan)
     try:
         _await(lambda: lines()[QUIET], 3 * LIMIT)
@@ -307,12 +288,8 @@ def _move(folder: Path, run_file: Path, plans: Sequence[Plan], *, in_place: bool
     row: Row = {"without a step s": seconds, MISSED: f"exit code {code}" if code else ""}
     if in_place:
         before, after = map(plan_holdings, plans)
-        bound = sum(
-            12 * math.prod(shard.shape)
-            for rank, held in after.items()
-            for name, shard in held.items()
-            if name not in before[rank]
-        )
+        new = (held[name] for rank, held in after.items() for name in held.keys() - before[rank].keys())
+        bound = sum(12 * math.prod(shard.shape) for shard in new)
         sent = line["moved"]["bytes"]
         row |= {"move s": line["moved"]["seconds"], "sent MiB": sent / 2**20, "bound MiB": bound / 2**20}
         row[MISSED] += "more was sent than had to be" * (sent != bound)
@@ -341,10 +318,8 @@ def _run_faults(
     """Make faults of a run, one after another, `apart` seconds from each other at least; `more` changes it.
     Returns them and a row of the run; the folder of one that has missed is kept."""
     kept = Path(tempfile.mkdtemp())
-    project, scene, found = kept / "project", place(folder=kept / "run"), list[Fault]()
-    project.mkdir()
-    scene.folder.mkdir()
-    make_supervised(project, scene.cards)
+    scene, found = place(folder=kept / "run"), list[Fault]()
+    project, _ = _supervised_project(kept, scene.cards)
     with supervised(project, scene.folder, *more, *words(1_000_000), network=scene.network) as process:
         _await(lambda: steps_done(scene.folder) or None, 2 * LIMIT)
         first = time.monotonic()
@@ -438,16 +413,18 @@ def _make(scene: Scene, fault: MakeFault, chance: random.Random, *, is_of_ranks:
 
 
 def _saved(folder: Path) -> int:
-    saved = folder / "checkpoints"
-    return next((step for step in steps_in(saved) if not any(faults_of(saved / step_name(step)))), 0)
+    return next((step for step in steps_in(folder / "checkpoints") if not _is_torn(folder, step)), 0)
 
 
 def _torn(folder: Path) -> list[int]:
     """Steps whose checkpoints are torn, and stay so: one that is written again may be under way."""
-    saved = folder / "checkpoints"
-    found = [step for step in steps_in(saved) if any(faults_of(saved / step_name(step)))]
+    found = [step for step in steps_in(folder / "checkpoints") if _is_torn(folder, step)]
     time.sleep(bool(found))
-    return [step for step in found if any(faults_of(saved / step_name(step)))]
+    return [step for step in found if _is_torn(folder, step)]
+
+
+def _is_torn(folder: Path, step: int) -> bool:
+    return any(faults_of(folder / "checkpoints" / step_name(step)))
 
 
 def _has(find: Callable[[str, Path], object], node: str, folder: Path) -> bool:
@@ -492,31 +469,29 @@ def _signal_rank(number: int, scene: Scene, node: str, chance: random.Random) ->
 
 
 def _signal_node(number: int, scene: Scene, node: str, chance: random.Random) -> None:
-    (scene.folder / f"down-{node}").touch()
-    os.killpg(group_of(node, scene.folder), number)
-    time.sleep(chance.uniform(0.0, 8.0))
+    _end_node(lambda node, folder: os.killpg(group_of(node, folder), number), scene, node, chance)
 
 
-def _lose_node(scene: Scene, node: str, chance: random.Random) -> None:
+def _end_node(end: Callable[[str, Path], None], scene: Scene, node: str, chance: random.Random) -> None:
+    """It does not come back for some seconds."""
     (scene.folder / f"down-{node}").touch()
-    lose_node(node, scene.folder)
+    end(node, scene.folder)
     time.sleep(chance.uniform(0.0, 8.0))
 
 
 def _stop_node(scene: Scene, node: str, chance: random.Random) -> None:
-    group = group_of(node, scene.folder)
-    os.killpg(group, signal.SIGSTOP)
-    time.sleep(chance.uniform(0.0, 15.0))
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGCONT)
+    _stop_a_while(partial(os.killpg, group_of(node, scene.folder)), chance.uniform(0.0, 15.0))
 
 
 def _stop_rank_a_while(scene: Scene, node: str, chance: random.Random) -> None:
-    rank = chance.choice(ranks_of(node, scene.folder))
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(chance.uniform(0.0, 10.0))
+    _stop_a_while(partial(os.kill, chance.choice(ranks_of(node, scene.folder))), chance.uniform(0.0, 10.0))
+
+
+def _stop_a_while(send: Callable[[int], None], seconds: float) -> None:
+    send(signal.SIGSTOP)
+    time.sleep(seconds)
     with suppress(ProcessLookupError):
-        os.kill(rank, signal.SIGCONT)
+        send(signal.SIGCONT)
 
 
 def _pull_link(scene: Scene, node: str, chance: random.Random) -> None:
@@ -544,11 +519,9 @@ KINDS: dict[str, MakeFault] = {
     "a node is told to go": partial(_signal_node, signal.SIGTERM),
 }
 ANYWHERE: dict[str, MakeFault] = {
-    "a rank is killed": KINDS["a rank is killed"],
-    "a rank is stopped": KINDS["a rank is stopped"],
+    **{name: KINDS[name] for name in ("a rank is killed", "a rank is stopped")},
     "a rank is stopped a while": _stop_rank_a_while,
-    "a node is killed": KINDS["a node is killed"],
-    "a node is stopped": _stop_node,
+    **{name: KINDS[name] for name in ("a node is killed", "a node is stopped")},
     "a link is pulled": _pull_link,
 }
 """Kinds of the hundred."""
@@ -561,6 +534,11 @@ def _shape(cards: Mapping[str, int]) -> str:
 def _rows(found: Sequence[Fault]) -> Iterator[Row]:
     for kind in sorted({fault.kind for fault in found}, key=[*KINDS, *ANYWHERE, LOST].index):
         own = [fault for fault in found if fault.kind == kind]
+        missed = {
+            "the run did not go on": any(fault.seconds >= LIMIT for fault in own),
+            "a checkpoint was torn or lost": any(fault.torn for fault in own),
+            "the culprit was not named": any(not fault.is_named for fault in own),
+        }
         yield {
             "fault": kind,
             "times": len(own),
@@ -570,15 +548,7 @@ def _rows(found: Sequence[Fault]) -> Iterator[Row]:
             "unnoticed": sum(not fault.said for fault in own),
             "unnamed": sum(not fault.is_named for fault in own),
             "torn": sum(bool(fault.torn) for fault in own),
-            MISSED: "; ".join(
-                f"{kind}: {words}"
-                for words, is_so in (
-                    ("the run did not go on", any(fault.seconds >= LIMIT for fault in own)),
-                    ("a checkpoint was torn or lost", any(fault.torn for fault in own)),
-                    ("the culprit was not named", any(not fault.is_named for fault in own)),
-                )
-                if is_so
-            ),
+            MISSED: "; ".join(f"{kind}: {words}" for words, is_so in missed.items() if is_so),
         }
 
 
@@ -586,8 +556,8 @@ def _whole_row(project: Path, scene: Scene, found: Sequence[Fault], *, code: int
     """The run as a whole: its checkpoints, its losses, and which part of its time was useful."""
     folder, lines = scene.folder, read_metrics(scene.folder / "log")
     compared = lines[:MOST_COMPARED]
-    alone = Case(project / "run.yaml", project / "alone", overrides=words(len(compared)))
-    differs = difference(compared, run_alone(alone))
+    alone = run_alone(Case(project / "run.yaml", project / "alone", overrides=words(len(compared))))
+    differs = difference(compared, alone)
     torn = _torn(folder)
     useful = len(lines) * statistics.median(line["step_seconds"] for line in lines)
     lost = seconds - useful

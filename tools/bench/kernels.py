@@ -77,12 +77,10 @@ class _Bench:
 
     def _once(self, call: Call) -> float:
         clock = time.perf_counter if self.device.is_card else time.thread_time
-        if self.device.is_card:
-            torch.cuda.synchronize()
+        self.device.finish()
         start = clock()
         call()
-        if self.device.is_card:
-            torch.cuda.synchronize()
+        self.device.finish()
         return clock() - start
 
     def random(self, *shape: int, dtype: torch.dtype, scale: float = 1.0, grad: bool = True) -> Tensor:
@@ -269,7 +267,7 @@ def layer(tokens: int, device: str, repeats: int) -> Row:
 
     def plain() -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(block.filter, "convolution", two_convolutions))
+            stack.enter_context(mock.patch.object(block.filter, "op", two_convolutions))
             norms = {"rms_norm": plain_norm, "add_rms_norm": plain_add_norm}
             stack.enter_context(mock.patch.multiple(ops, **norms))
             step()
@@ -291,11 +289,8 @@ def bf16(tokens: int, repeats: int) -> Iterator[Row]:
         row |= {f"{column} ms": seconds * 1e3 for column, seconds in taken.items()}
         return row | {"bf16 / fp32": taken["ours bf16"] / taken["ours fp32"]}
 
-    for name, left, right in (
-        ("x W^T, 512 x 1024 x 1024", x, square),
-        ("dy W", dy, square.T),
-        ("dy^T x", dy.T, x.T),
-    ):
+    orders = (("x W^T, 512 x 1024 x 1024", x, square), ("dy W", dy, square.T), ("dy^T x", dy.T, x.T))
+    for name, left, right in orders:
         low = left.bfloat16(), right.bfloat16()
         calls: dict[str, Call] = {
             "torch bf16": lambda low=low: torch.mm(low[0], low[1].T),

@@ -18,21 +18,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import torch
 
-from tests.support.hf_decoders import write_tokenizer
+from tests.support.hf_decoders import save_model, write_tokenizer
 from tests.support.spawn import free_port
 from tools.bench.harness import ROOT, Row, case
-from tools.bench.runs import make_run
-from yuan_train.checkpoint.hf import export_hf, weights_state
+from tools.bench.runs import bench_model, make_run
+from yuan_train.checkpoint.hf import export_hf
 from yuan_train.checkpoint.load import find_checkpoint
-from yuan_train.checkpoint.save import save_checkpoint
-from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import single_card_plan
-from yuan_train.config.run import RunConfig
 from yuan_train.models.transformer import Transformer, init_weights, initial_rows
 from yuan_train.parallel.apply import RankRuntime, parallelize
 from yuan_train.parallel.device import CPU
@@ -59,24 +56,13 @@ class Measured:
 
 def make_model(folder: Path, layers: int, hidden: int) -> tuple[Path, Path, int]:
     """A Llama of random weights as a checkpoint and in Hugging Face's layout; and its parameters."""
-    config = ModelConfig(
-        name="bench",
-        architecture="llama",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        ffn_hidden_size=hidden * 8 // 3 // 64 * 64,
-        vocab_size=32_000,
-        max_sequence_length=2048,
-    )
-    model = Transformer(config)
+    widths = {"num_key_value_heads": hidden // 128, "ffn_hidden_size": hidden * 8 // 3 // 64 * 64}
+    keys = {"architecture": "llama", "vocab_size": 32_000, "max_sequence_length": 2048}
+    model = Transformer(bench_model(layers, hidden, **widths, **keys))
     init_weights(model, seed=1)
-    tensors = {f"weights.{name}": 2 * weight.detach() for name, weight in model.named_parameters()}
     # Only bytes are ever the most probable: answers are as long as they may be, and all of text.
-    tensors["weights.embedding.weight"][256:] = 0
-    checkpoint = folder / "checkpoint"
-    save_checkpoint(checkpoint, step=1, tensors=tensors, state=weights_state(config) | {"step": 1})
+    model.embedding.weight.data[256:] = 0
+    checkpoint = save_model(folder / "checkpoint", model, scale=2.0)
     (checkpoint / "step-00000001/tokenizer").mkdir()
     write_tokenizer(checkpoint / "step-00000001/tokenizer")
     published = Path(export_hf(find_checkpoint(checkpoint), folder / "hf", dtype="float32").path)
@@ -125,13 +111,8 @@ def cpu_seconds(pid: int) -> float:
 
 def body_of(number: int, model: str, new_tokens: int) -> dict[str, Any]:
     text = f"Tell me something about the number {number:03d}, please."
-    return {
-        "model": model,
-        "messages": [{"role": "user", "content": text}],
-        "max_tokens": new_tokens,
-        "temperature": 0,
-        "stream": True,
-    }
+    asked = {"messages": [{"role": "user", "content": text}], "max_tokens": new_tokens}
+    return {"model": model, **asked, "temperature": 0, "stream": True}
 
 
 async def _ask(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[float, str]:
@@ -232,15 +213,7 @@ def serve(streams: int, new_tokens: int, layers: int, hidden: int, turns: int) -
 def servers(checkpoint: Path, published: Path, streams: int) -> list[tuple[str, list[str], str]]:
     """Each server's name, command and what it calls the model."""
     own = ["-m", "yuan_train", "serve", "--checkpoint", str(checkpoint), "--slots", str(streams)]
-    theirs = [
-        "-m",
-        "transformers.commands.transformers_cli",
-        "serve",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
+    theirs = [*"-m transformers.commands.transformers_cli serve --device cpu --dtype float32".split()]
     # Its --continuous_batching asks a card for its memory, and ends on a CPU.
     return [
         ("yuan-train serve", [*own, "--device", "cpu"], "bench"),
@@ -252,8 +225,8 @@ def servers(checkpoint: Path, published: Path, streams: int) -> list[tuple[str, 
 
 SLOTS, PROMPT, TURNS = 16, 32, 25
 SIZES: dict[str, dict[str, int]] = {
-    "0.6 M": {"num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 256, "vocab_size": 1024},
-    "19 M": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 768, "vocab_size": 32000},
+    "0.6 M": {"layers": 2, "hidden": 128, "ffn_hidden_size": 256, "vocab_size": 1024},
+    "19 M": {"layers": 4, "hidden": 256, "ffn_hidden_size": 768, "vocab_size": 32000},
 }
 
 
@@ -269,15 +242,14 @@ def beside_transformers(parameters: str, draws: str, new_tokens: int) -> Row:
     size = SIZES[parameters]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     keys = {"architecture": "llama", "max_sequence_length": 256, "tie_embeddings": False}
-    run = make_run(ModelConfig(name="bench", **size, **heads, **keys))
+    run = make_run(bench_model(**size, **heads, **keys))
     options = EngineOptions(torch.float32, trained=False)
     parts = model_parts(run.model, torch.float32, initial=partial(initial_rows, run.model, seed=0))
     runtime = parallelize(single_card_plan(run), 0, parts, device=CPU, options=options)
-    prompts = torch.randint(
-        1, size["vocab_size"], (SLOTS, PROMPT), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, size["vocab_size"], (SLOTS, PROMPT), generator=generator)
     ours = _ours(runtime, prompts, new_tokens, greedy=draws == "greedy")
-    theirs = _theirs(runtime, run, prompts, new_tokens, greedy=draws == "greedy")
+    theirs = _theirs(runtime, prompts, new_tokens, greedy=draws == "greedy")
     first, second = ours(), theirs()
     assert draws == "sampled" or first == second, "the most probable tokens differ"
     found = {"ours, tokens/CPU s": 0.0, "theirs": 0.0}
@@ -309,24 +281,17 @@ def _ours(
 
 
 def _theirs(
-    runtime: RankRuntime, run: RunConfig, prompts: torch.Tensor, new_tokens: int, *, greedy: bool
+    runtime: RankRuntime, prompts: torch.Tensor, new_tokens: int, *, greedy: bool
 ) -> Callable[[], list[list[int]]]:
     from transformers import LlamaForCausalLM
 
-    tensors = {f"weights.{name}": weight.detach() for name, weight in runtime.parts[0].named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
         made, published = Path(folder) / "made", Path(folder) / "hf"
-        save_checkpoint(made, step=1, tensors=tensors, state=weights_state(run.model) | {"step": 1})
+        save_model(made, cast(Transformer, runtime.parts[0]))
         export_hf(find_checkpoint(made), published, dtype="float32")
         model: Any = LlamaForCausalLM.from_pretrained(published).eval()
-    keys = {
-        "max_new_tokens": new_tokens,
-        "min_new_tokens": new_tokens,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    if not greedy:
-        keys |= {"top_k": 0}
+    keys = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "eos_token_id": None}
+    keys |= {"pad_token_id": 0} if greedy else {"pad_token_id": 0, "top_k": 0}
 
     @torch.no_grad()
     def write() -> list[list[int]]:

@@ -22,16 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tools.gpu_checks.bench import ROOT, Bench, Verdict, megabytes
 
 PACKAGES = (
-    "pydantic",
-    "annotated_types",
-    "yaml",
-    "numpy",
-    "sentencepiece",
-    "safetensors",
-    "triton",
-    "pytest",
+    *("pydantic", "annotated_types", "yaml", "numpy", "sentencepiece", "safetensors", "triton", "pytest"),
+    *("hypothesis", "megatron", "transformers", "tokenizers"),
 )
-FURTHER = ("hypothesis", "megatron", "transformers", "tokenizers")
 
 CONTEXT = """
 import torch
@@ -56,16 +49,15 @@ for op in self_test._TESTS:
 
 def versions(bench: Bench) -> Verdict:
     """The head of the table, and a product on the device against the CPU's."""
-    missing = [name for name in (*PACKAGES, *FURTHER) if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     bench.note(torch=torch.__version__, Python=platform.python_version(), missing=missing)
     bench.note(device=f"{platform.machine()} CPU, {os.cpu_count()} cores")
     if bench.on_card:
         properties = torch.cuda.get_device_properties(0)
         bench.note(device=properties.name, CUDA=torch.version.cuda, NCCL=nccl.version())
         bench.note(architectures=torch.cuda.get_arch_list(), capability=[properties.major, properties.minor])
-        bench.note(
-            driver=_nvidia_smi("driver_version"), clocks_and_power=_nvidia_smi("clocks.max.sm,power.limit")
-        )
+        bench.note(driver=_nvidia_smi("driver_version"))
+        bench.note(clocks_and_power=_nvidia_smi("clocks.max.sm,power.limit"))
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     on_device = x.to(bench.device)
     worst = ((on_device @ on_device).cpu() - x @ x).abs().max().item()
@@ -76,17 +68,20 @@ def _nvidia_smi(query: str) -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    return subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.strip().split("\n")[0]
+    return _run(words, 30).stdout.strip().split("\n")[0]
+
+
+def _run(words: list[str], seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command from the root. Raises TimeoutExpired."""
+    own = {**os.environ, **environment}
+    return subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=seconds)
 
 
 def memory(bench: Bench) -> Verdict:
     """The card's memory beside the catalogue's, and what a process takes of it before any tensor."""
     taken: dict[str, int] = {}
     for mode in ("LAZY", "EAGER"):
-        environment = {**os.environ, "CUDA_MODULE_LOADING": mode}
-        done = subprocess.run(
-            [sys.executable, "-c", CONTEXT], env=environment, capture_output=True, text=True, timeout=50
-        )
+        done = _run([sys.executable, "-c", CONTEXT], 50, CUDA_MODULE_LOADING=mode)
         done.check_returncode()
         taken[mode] = int(done.stdout.split()[0])
     total = torch.cuda.get_device_properties(0).total_memory
@@ -116,9 +111,8 @@ def attention(bench: Bench) -> Verdict:
     for heads, groups, dim in ((32, 32, 64), (32, 8, 128), (16, 16, 256)):
         heads, groups = bench.pick((heads, groups), (heads // 8, groups // 8))
         shapes = [(1, number, length, dim) for number in (heads, groups, groups)]
-        inputs = [
-            torch.randn(shape, device=bench.device, dtype=dtype, requires_grad=True) for shape in shapes
-        ]
+        drawn = {"device": bench.device, "dtype": dtype, "requires_grad": True}
+        inputs = [torch.randn(shape, **drawn) for shape in shapes]
         outputs: list[Tensor] = []
         for backends in (None, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             for repeated in (False, True):
@@ -165,9 +159,7 @@ def buffers(bench: Bench) -> Verdict:
     rows_agree = _embedding(bench)
     for dtype in (torch.bfloat16, torch.float16):
         bench.note(**{f"products of {dtype} into fp32": products.supports_fp32_addmm(bench.device, dtype)})
-    words = (
-        "bytes need a card" if per_element is None else f"the norm takes {per_element:.2f} bytes an element"
-    )
+    words = megabytes(None) if per_element is None else f"the norm takes {per_element:.2f} bytes an element"
     return error < 1e-9 and (per_element or 0) < 1 and rows_agree, f"sums agree; {words}"
 
 
@@ -219,16 +211,13 @@ def run_pytest(words: list[str], *, seconds: float, **environment: str) -> Verdi
 
     line = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", *words]
     try:
-        done = subprocess.run(
-            line, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=seconds
-        )
+        done = _run(line, seconds, **environment)
     except subprocess.TimeoutExpired as error:
         print((error.stdout or b"").decode()[-20_000:], flush=True)
         return False, f"not done within {seconds:.0f} s"
     print(done.stdout[-200_000:], done.stderr[-20_000:], flush=True)
-    missing = re.search(
-        r"No module named '(hypothesis|pydantic|annotated_types|yaml)", done.stdout + done.stderr
-    )
+    lacking = r"No module named '(hypothesis|pydantic|annotated_types|yaml)"
+    missing = re.search(lacking, done.stdout + done.stderr)
     if missing is not None:
         return None, f"{missing[1]} is not installed"
     last = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
@@ -237,12 +226,7 @@ def run_pytest(words: list[str], *, seconds: float, **environment: str) -> Verdi
 
 def doctor(bench: Bench) -> Verdict:
     """The command's own findings, in JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "yuan_train", "doctor", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = _run([sys.executable, "-m", "yuan_train", "doctor", "--json"], TOOL_SECONDS)
     print(done.stdout, done.stderr, flush=True)
     if "ModuleNotFoundError" in done.stderr:
         return None, done.stderr.strip().splitlines()[-1]
@@ -281,11 +265,8 @@ def sanitizer(bench: Bench) -> Verdict:
     for kind in ("memcheck", "racecheck"):
         # Its errors have an exit code of their own.
         words = [tool, "--tool", kind, "--error-exitcode", "86", sys.executable, "-c", SELF_TESTS]
-        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         try:
-            done = subprocess.run(
-                words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TOOL_SECONDS
-            )
+            done = _run(words, TOOL_SECONDS, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         except subprocess.TimeoutExpired:
             return None, f"{kind}: no answer within {TOOL_SECONDS} s"
         print(done.stdout[-20_000:], done.stderr[-20_000:], flush=True)

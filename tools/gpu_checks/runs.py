@@ -29,12 +29,8 @@ Curve = list[tuple[float, float]]
 
 MODELS: dict[str, dict[str, Any]] = {
     "Yuan": {},
-    "Llama, 2 groups": {
-        "architecture": "llama",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_embeddings": False,
-    },
+    "Llama, 2 groups": {"num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"architecture": "llama", "tie_embeddings": False},
     "M32": {"num_layers": 2, "num_experts": 4, "experts_per_token": 2, "router": "attention"},
 }
 """Changes to the tests' model of 6 layers and 32 hidden units."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.support.project import read_metrics
+from tests.support.project import difference, read_metrics
 from tests.support.ranks import disabled
 from tests.support.rl import RLCase, run_rl, write_rl
 from tools.gpu_checks import runs
@@ -51,16 +51,14 @@ def profile(bench: Bench) -> Verdict:
     runs.yuan_train("plan", *files, *out, *shape)
     plan = load_plan(bench.folder / "plan.yaml")
     assert plan.forecast is not None
-    bench.note(entries=len(found["entries"]), reserved=found["entries"][0].get("reserved_bytes"))
+    entries, step = found["entries"], plan.forecast.step_seconds
+    types = [entry["device_type"] for entry in entries]
     bench.note(
-        step_seconds=plan.forecast.step_seconds, types=[entry["device_type"] for entry in found["entries"]]
+        entries=len(entries), reserved=entries[0].get("reserved_bytes"), step_seconds=step, types=types
     )
-    known = {entry["device_type"] for entry in found["entries"]} == {runs.card_type(bench)}
-    sizes = {entry["micro_batch_size"] for entry in found["entries"]}
-    return known and sizes == {
-        1,
-        2,
-    }, f"{len(found['entries'])} entries; step {plan.forecast.step_seconds:.3g} s"
+    sizes = sorted({entry["micro_batch_size"] for entry in entries})
+    holds = {*types} == {runs.card_type(bench)} and sizes == [1, 2]
+    return holds, f"{len(entries)} entries; step {step:.3g} s"
 
 
 def forecast(bench: Bench) -> Verdict:
@@ -93,9 +91,8 @@ def _train(
     """Train in this process; the metrics of its steps."""
     log = bench.folder / name
     plans = () if plan is None else ("--plan", plan)
-    runs.yuan_train(
-        "train", "--config", run_file, *plans, f"log.directory={log}", "validation.every=0", *words
-    )
+    own = (f"log.directory={log}", "validation.every=0")
+    runs.yuan_train("train", "--config", run_file, *plans, *own, *words)
     return read_metrics(log)
 
 
@@ -148,18 +145,13 @@ def compiled(bench: Bench) -> Verdict:
     # A CPU's machine code takes minutes of a compiler; the graphs are the same without it.
     with disabled(bench.pick("", "inductor")):
         fused = _train(bench, run_file, "compiled", few, "train.precision=bf16", "train.compile=true")
-    narrow = runs.large_project(
-        bench, num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096
-    )
+    widths = {"hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 4096}
+    narrow = runs.large_project(bench, num_layers=8, **widths)
     thin = _train(bench, narrow, "narrow", few, "train.precision=bf16")
-    seconds = {
-        name: _step_seconds(lines)
-        for name, lines in (("bf16", plain), ("fp16", half), ("compiled", fused), ("H 1024", thin))
-    }
+    found = {"bf16": plain, "fp16": half, "compiled": fused, "H 1024": thin}
+    seconds = {name: _step_seconds(lines) for name, lines in found.items()}
     bench.note(step_seconds=seconds, first_compiled_step=fused[0]["step_seconds"])
-    off = max(
-        abs(a["loss"] / b["loss"] - 1) for lines in (half, fused) for a, b in zip(lines, plain, strict=True)
-    )
+    off = max(difference(lines, plain) for lines in (half, fused))
     shares = ", ".join(f"{name} {took / seconds['bf16']:.2f}" for name, took in seconds.items())
     return off < 2e-2, f"of bf16's {seconds['bf16']:.3g} s: {shares}; losses {off:.1e} apart"
 
@@ -223,6 +215,5 @@ def saves(bench: Bench) -> Verdict:
         found += runs.curve(bench, small, device, f"train.steps={steps}", "optimizer.decay_steps=20", kept)
     off = runs.apart(found, wanted)
     bench.note(apart=off)
-    return max(off) <= bench.pick(
-        1e-3, 0.0
-    ), f"stalls {first:.2f} s, {later:.2f} s; moved twice: losses {off[0]:.1e} apart"
+    holds = max(off) <= bench.pick(1e-3, 0.0)
+    return holds, f"stalls {first:.2f} s, {later:.2f} s; moved twice: losses {off[0]:.1e} apart"

@@ -67,10 +67,7 @@ def late_copies(bench: Bench) -> Verdict:
     differ = _differing(bench, runs.project(bench), 6, "train.precision=bf16", *FEW, device=next_card)
     faults = Counter(fault for card in devices if isinstance(card, FakeCard) for fault in card.faults)
     bench.note(faults_of_the_fake_card=faults)
-    wrong = [
-        *(f"{what} differ" for what in differ),
-        *(f"{fault}: {times}" for fault, times in faults.items()),
-    ]
+    wrong = [f"{what} differ" for what in differ] + [f"{fault}: {times}" for fault, times in faults.items()]
     return not wrong, "; ".join(wrong) or "the losses and norms of the run without"
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools import check_plans as tool
+from tools.bench import check_plans as tool
 from tools.bench.planner import CHAINS, violations
 from tools.bench.problems import small_problem
 

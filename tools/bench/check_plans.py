@@ -1,24 +1,23 @@
-"""python tools/check_plans.py [--problems N]: whether plans of small random problems keep what was asked.
+"""Whether plans of small random problems keep what was asked.
 
-Draws N problems (1 to 8 cards in 1 to 3 nodes, models with and without experts, adapters and tied
-embeddings, little memory, any search keys), plans each with little effort, and checks the plan as it is read
-back from its file: every constraint of plans, every search key, its schedule step by step, the forecast, and
-the memory of cards, counted here anew. Prints each fault with its seed; exit code 1 if there are any.
+Problems (1 to 8 cards in 1 to 3 nodes, models with and without experts, adapters and tied embeddings, little
+memory, any search keys) are planned with little effort. The plan is checked as it is read back from its file:
+every constraint of plans, every search key, its schedule step by step, the forecast, and the memory of cards,
+counted here anew.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import tempfile
-import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.bench.harness import MISSED, Row, case, cost
 from yuan_train.config.cluster import Cluster, Disk, Host, Link, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import ConfigError, NoPlanFits
@@ -57,26 +56,18 @@ KEYS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def main() -> int:
-    """Print the faults, and how many problems had a plan, had none, or were refused."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--problems", type=int, default=1000, help="random problems")
-    parser.add_argument("--seed", type=int, default=0, help="of the first problem")
-    options = parser.parse_args()
-    counts: Counter[str] = Counter()
-    started = time.process_time()
-    for seed in range(options.seed, options.seed + options.problems):
-        answer, faults = check_problem(seed)
-        counts[answer] += 1
-        counts["with faults"] += bool(faults)
-        for fault in faults:
-            print(f"seed {seed}: {fault}", flush=True)
-        if (seed + 1 - options.seed) % 500 == 0:
-            print(f"{dict(counts)}, {time.process_time() - started:.0f} CPU s", flush=True)
-    print(f"{dict(counts)}, {time.process_time() - started:.0f} CPU s")
-    return 1 if counts["with faults"] else 0
+@case("planner/random", problems=(1000,), seed=(0,))
+def random_problems(problems: int, seed: int) -> Row:
+    """How many problems had a plan, had none, or were refused; and the faults of plans, with their seeds."""
+    counts, told, row = Counter[str](), list[str](), Row(problems=problems, seed=seed)
+    with cost(row):
+        for number in range(seed, seed + problems):
+            answer, faults = check_problem(number)
+            counts[answer] += 1
+            counts["with faults"] += bool(faults)
+            told += [f"seed {number}: {fault}" for fault in faults]
+    names = ("plan", "no plan", "refused", "error", "with faults")
+    return row | {name: counts[name] for name in names} | {MISSED: "\n".join(told)}
 
 
 def check_problem(seed: int) -> tuple[str, list[str]]:
@@ -324,7 +315,3 @@ def _schedule_of(plan: Plan, pipeline: PipelinePlan) -> Schedule:
         in_flight=pipeline.depths(plan.schedule),
         group=pipeline.page_group,
     )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
