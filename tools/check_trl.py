@@ -25,6 +25,7 @@ from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingI
 from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMissingImports]
 
+from tests.support.models import tiny_model
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.architectures import llama
 from yuan_train.models.published import Publishing
@@ -108,20 +109,8 @@ def draw_samples(*, equal_answers: bool = False) -> Samples:
 
 def build_models(output: str) -> tuple[Transformer, Any]:
     """Our model and Hugging Face's, in fp64, with the same weights."""
-    config = ModelConfig(
-        name="llama",
-        architecture="llama",
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        ffn_hidden_size=128,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_embeddings=False,
-        max_sequence_length=64,
-        init_std=0.1,
-        output=output,  # pyright: ignore[reportArgumentType]
-    )
+    sizes = {"num_layers": 2, "vocab_size": VOCABULARY, "max_sequence_length": 64}
+    config = tiny_model("llama", **sizes, rope_scaling=None, init_std=0.1, output=output)
     ours = Transformer(config, dtype=torch.float64)
     init_weights(ours, seed=3)
     theirs_config = published_config(config, pad_token_id=0, num_labels=1)
@@ -194,36 +183,40 @@ class _Accelerator:
         return x
 
 
-def _metrics() -> dict[str, Any]:
-    return {"train": collections.defaultdict(list), "eval": collections.defaultdict(list)}
+def _trainer(args: dict[str, Any], **keys: Any) -> Any:
+    """What stands in for a trainer in training, with these arguments; `keys` are what else is read of it."""
+    return types.SimpleNamespace(
+        model=types.SimpleNamespace(training=True),
+        accelerator=_Accelerator(),
+        args=types.SimpleNamespace(**args),
+        aux_loss_enabled=False,
+        _metrics={"train": collections.defaultdict(list), "eval": collections.defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        **keys,
+    )
 
 
 def trl_policy_loss(
     case: PolicyCase, log_probs_of: Any, model: Any, samples: Samples, old: Any, reference: Any
 ) -> torch.Tensor:
     """`GRPOTrainer._compute_loss`; `log_probs_of` gives the answers' log-probabilities."""
-    trainer = types.SimpleNamespace(
-        aux_loss_enabled=False,
+    trainer = _trainer(
+        {"use_bias_correction_kl": False, "delta": case.dual_clip, "steps_per_generation": 1},
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level="token",
         beta=case.beta,
-        args=types.SimpleNamespace(
-            use_bias_correction_kl=False, delta=case.dual_clip, steps_per_generation=1
-        ),
         loss_type=case.trl,
         epsilon_low=case.clip[0],
         epsilon_high=case.clip[1],
         use_vllm=False,
         vllm_importance_sampling_correction=False,
-        model=types.SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=ANSWER,
-        accelerator=_Accelerator(),
         _entropy_bonus_enabled=False,
         use_adaptive_entropy=False,
         temperature=1.0,
-        _metrics=_metrics(),
         _get_per_token_logps_and_entropies=log_probs_of,
     )
     inputs = {
@@ -236,7 +229,7 @@ def trl_policy_loss(
         "ref_per_token_logps": reference,
         "num_items_in_batch": samples.answer_mask.sum(),
     }
-    return GRPOTrainer._compute_loss(trainer, model, inputs)  # pyright: ignore[reportArgumentType]
+    return GRPOTrainer._compute_loss(trainer, model, inputs)
 
 
 def trl_preference_loss(
@@ -250,10 +243,8 @@ def trl_preference_loss(
     pairs = len(samples.ids_BS) // 2
     tokens = int(samples.answer_mask[0].sum())
     loss_type = "ipo" if case["loss"] == "ipo" else "aot" if case["smoothing"] else "sigmoid"
-    trainer = types.SimpleNamespace(
-        model=types.SimpleNamespace(training=True),
-        accelerator=_Accelerator(),
-        aux_loss_enabled=False,
+    trainer = _trainer(
+        {"use_liger_kernel": False},
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
@@ -262,10 +253,6 @@ def trl_preference_loss(
         beta=case["beta"] * (tokens if loss_type == "ipo" else 1),
         label_smoothing=case["smoothing"],
         use_weighting=False,
-        _metrics=_metrics(),
-        _total_train_tokens=0,
-        _tp_size=1,
-        args=types.SimpleNamespace(use_liger_kernel=False),
     )
     parts = [[i] for i in range(pairs)] if loss_type == "aot" else [list(range(pairs))]
     total = torch.zeros((), dtype=torch.float64)
@@ -284,27 +271,14 @@ def trl_preference_loss(
             "ref_chosen_logps": reference[rows].sum(1)[: len(part)],
             "ref_rejected_logps": reference[rows].sum(1)[len(part) :],
         }
-        loss = DPOTrainer._compute_loss(
-            trainer,  # pyright: ignore[reportArgumentType]
-            lambda output=output, **_: output,
-            inputs,
-            False,
-        )
+        loss = DPOTrainer._compute_loss(trainer, lambda output=output, **_: output, inputs, False)
         total = total + loss * len(part) / pairs
     return total * (tokens**2 if loss_type == "ipo" else 1)
 
 
 def trl_reward_loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """`RewardTrainer.compute_loss`; rows are the chosen answers, then the rejected ones."""
-    trainer = types.SimpleNamespace(
-        model=types.SimpleNamespace(training=True),
-        args=types.SimpleNamespace(center_rewards_coefficient=None),
-        accelerator=_Accelerator(),
-        _metrics=_metrics(),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    return RewardTrainer.compute_loss(trainer, model, inputs)  # pyright: ignore[reportArgumentType]
+    return RewardTrainer.compute_loss(_trainer({"center_rewards_coefficient": None}), model, inputs)
 
 
 # --- ours -------------------------------------------------------------------------------------------------
@@ -424,19 +398,10 @@ def compare_all(noise: torch.Generator) -> float:
         there = partial(trl_preference_loss, case, partial(_their_answers, theirs, drawn), drawn, reference)
         worst = max(worst, compare(name, ours, theirs, here, there))
     ours, theirs = build_models("value")
-    lengths = samples.answer_mask.sum(1)
     rows = samples.ids_BS[:, PROMPT:]
-    inputs = {"input_ids": rows, "attention_mask": samples.answer_mask}
-    return max(
-        worst,
-        compare(
-            "reward model",
-            ours,
-            theirs,
-            lambda: our_reward_loss(ours, rows, lengths),
-            lambda: trl_reward_loss(theirs, dict(inputs)),
-        ),
-    )
+    here = partial(our_reward_loss, ours, rows, samples.answer_mask.sum(1))
+    there = partial(trl_reward_loss, theirs, {"input_ids": rows, "attention_mask": samples.answer_mask})
+    return max(worst, compare("reward model", ours, theirs, here, there))
 
 
 # --- golden data ------------------------------------------------------------------------------------------
@@ -447,7 +412,6 @@ def golden(noise: torch.Generator) -> dict[str, Any]:
     samples = draw_samples()
     even = draw_samples(equal_answers=True)
     shape = samples.answer_mask.shape
-    mask = samples.answer_mask
 
     def draw(scale: float) -> torch.Tensor:
         return (scale * torch.randn(shape, generator=noise, dtype=torch.float64)).round(decimals=4)
@@ -468,24 +432,14 @@ def golden(noise: torch.Generator) -> dict[str, Any]:
     for case in PREFERENCE:
         drawn = even if case["loss"] == "ipo" else samples
         leaf = base.clone().requires_grad_()
-        loss = trl_preference_loss(
-            case,
-            lambda leaf=leaf, drawn=drawn: leaf * drawn.answer_mask,
-            drawn,
-            reference * drawn.answer_mask,
-        )
+        own = drawn.answer_mask
+        loss = trl_preference_loss(case, lambda leaf=leaf, own=own: leaf * own, drawn, reference * own)
         loss.backward()
         preference.append({**case, "value": loss.item(), "gradient": _rounded(leaf.grad)})
-    return {
-        "max_new_tokens": ANSWER,
-        "mask": mask.tolist(),
-        "rewards": samples.rewards_QG.tolist(),
-        "log_probs": base.tolist(),
-        "old": old.tolist(),
-        "reference": reference.tolist(),
-        "policy": policy,
-        "preference": preference,
-    }
+    tables = {"mask": samples.answer_mask, "rewards": samples.rewards_QG, "log_probs": base}
+    tables |= {"old": old, "reference": reference}
+    named = {name: table.tolist() for name, table in tables.items()}
+    return {"max_new_tokens": ANSWER, **named, "policy": policy, "preference": preference}
 
 
 def _rounded(values: torch.Tensor | None) -> list[list[float]]:

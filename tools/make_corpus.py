@@ -16,17 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-EXCLUDED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "__pycache__",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-}
-
-
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
 NAMES = "Anna Ben Clara David Emma Felix Greta Hugo".split()
 ANIMALS = "cat dog bird fox horse rabbit bear mouse".split()
 PLACES = "forest garden river house village hill lake road".split()
@@ -53,26 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument(
-        "--max-bytes",
-        type=int,
-        metavar="N",
-        help="at most this many bytes of text; a file that does not fit is left out",
+    most = "at most this many bytes of text; a file that does not fit is left out"
+    parser.add_argument("--max-bytes", type=int, metavar="N", help=most)
+    here, source = (
+        Path(sysconfig.get_paths()["stdlib"]),
+        "folder of *.py files (default: the standard library)",
     )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        default=Path(sysconfig.get_paths()["stdlib"]),
-        metavar="DIR",
-        help="folder of *.py files (default: the standard library of this Python)",
-    )
-    parser.add_argument(
-        "--stories",
-        type=int,
-        default=0,
-        metavar="N",
-        help=f"also N documents of {STORIES} little stories, spread among the others (default: 0)",
-    )
+    parser.add_argument("--source", type=Path, default=here, metavar="DIR", help=source)
+    stories = f"also N documents of {STORIES} little stories, spread among the others (default: 0)"
+    parser.add_argument("--stories", type=int, default=0, metavar="N", help=stories)
     options = parser.parse_args(arguments)
     try:
         counts = write_corpus(options.out, options.source, options.max_bytes, options.stories)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -29,6 +28,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.support.project import read_metrics
 from tests.support.supervised import (
     entries,
     group_of,
@@ -49,20 +49,12 @@ PRICES = (0.8, 0.5, 0.3)
 MORE_STEPS = 60
 """That it makes before, and after."""
 PLANS = {
-    "laptop": (
-        "laptop",
-        "tiny",
-        ["data.sequence_length=128", "train.global_batch_size=64", "train.precision=fp32"],
-    ),
-    "workstation": (
-        "workstation",
-        "llama3.2-3b",
-        ["data.sequence_length=4096", "train.global_batch_size=64"],
-    ),
-    "rtx-mix": ("rtx-mix", "qwen2.5-1.5b", ["data.sequence_length=2048", "train.global_batch_size=64"]),
-    "a800-a100": ("a800-a100", "yuan2-51b", ["data.sequence_length=4096", "train.global_batch_size=256"]),
+    "laptop": ("tiny", 128, 64, ["train.precision=fp32"]),
+    "workstation": ("llama3.2-3b", 4096, 64, []),
+    "rtx-mix": ("qwen2.5-1.5b", 2048, 64, []),
+    "a800-a100": ("yuan2-51b", 4096, 256, []),
 }
-"""By name of the picture: cluster, model, and what the run has otherwise."""
+"""By cluster: model, tokens of a sequence, sequences of a step, and what the run has otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (given.out / "losses.svg").write_text(_curves([word.partition("=") for word in given.curves]))
         return 0
     for name in given.names or PLANS:
-        cluster, model, run = PLANS[name]
-        out = given.out / f"plan-{name}.svg"
-        code = command(["plan", "--cluster", cluster, "--model", model, "--report", str(out), *run])
-        if code:
+        model, tokens, batch, run = PLANS[name]
+        run = [f"data.sequence_length={tokens}", f"train.global_batch_size={batch}", *run]
+        out = str(given.out / f"plan-{name}.svg")
+        if code := command(["plan", "--cluster", name, "--model", model, "--report", out, *run]):
             return code
     return 0
 
@@ -126,7 +118,8 @@ def _wait_for(folder: Path, *, nodes: int, steps: int) -> None:
 
 def _curves(runs: Sequence[tuple[str, str, str]]) -> str:
     """The losses of runs, and how far they are from the first one's at most."""
-    losses = {name: _losses(Path(run)) for run, _, name in runs}
+    lines = {name: read_metrics(Path(run)) for run, _, name in runs}
+    losses = {name: [(line["step"], line["loss"]) for line in own] for name, own in lines.items()}
     first, *others = [dict(points) for points in losses.values()]
     apart = max((abs(first[x] - y) for other in others for x, y in other.items() if x in first), default=0.0)
     # The picture stands behind those of the legend; later curves are dashed, or they would hide the first.
@@ -174,11 +167,6 @@ def _screen(browser: str, address: str, picture: Path, high: int) -> bool:
         words += ["--force-device-scale-factor=0.6", f"--window-size={width},{height}"]
         subprocess.run([*words, f"--screenshot={picture}", sheet.as_uri()], capture_output=True, timeout=120)
     return picture.is_file()
-
-
-def _losses(run: Path) -> list[tuple[float, float]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
 
 
 if __name__ == "__main__":

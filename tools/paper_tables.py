@@ -29,6 +29,21 @@ class Case:
     network_bytes_per_second: float
     """n_net * BW_net."""
 
+    @property
+    def sequences(self) -> int:
+        """Of a pipeline and step."""
+        return self.accumulation * self.micro_batch
+
+    @property
+    def work(self) -> float:
+        """Tokens and layers of a stage in a step."""
+        return self.sequences * self.sequence * self.layers / self.pipeline
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.sequences * self.sequence * self.data
+
 
 NETWORK = 2 * 195e9 / 8
 """Two NICs of 195 Gb/s measured each."""
@@ -60,18 +75,14 @@ YUAN_2 = Case(
 )
 PRINTED_5 = (36.666, 2.826, 2.643, 2.602, 0.455, 45.192)
 PRINTED_6 = {
-    (96, 1, 100): 584.28,
-    (96, 1, 200): 405.45,
-    (96, 1, 400): 316.32,
-    (96, 2, 100): 239.06,
-    (96, 2, 200): 238.40,
-    (96, 2, 400): 238.10,
-    (256, 1, 100): 224.10,
-    (256, 1, 200): 156.64,
-    (256, 1, 400): 123.21,
-    (256, 2, 100): 101.22,
-    (256, 2, 200): 100.92,
-    (256, 2, 400): 100.81,
+    (chips, method, gbs): seconds
+    for chips, method, printed in (
+        (96, 1, (584.28, 405.45, 316.32)),
+        (96, 2, (239.06, 238.40, 238.10)),
+        (256, 1, (224.10, 156.64, 123.21)),
+        (256, 2, (101.22, 100.92, 100.81)),
+    )
+    for gbs, seconds in zip((100, 200, 400), printed, strict=True)
 }
 """Chips, method, P2P bandwidth in GB/s: seconds per iteration."""
 
@@ -79,48 +90,40 @@ PRINTED_6 = {
 def yuan_1_terms(case: Case) -> tuple[float, ...]:
     """T0 to T4 of Eq. (1) in seconds: compute, bubble, pipeline, tensor, data parallel."""
     c = case
-    work = c.accumulation * c.micro_batch * c.layers * c.sequence
     parameters = (
         12 * c.layers * c.hidden**2 * (1 + 13 / (12 * c.hidden) + c.vocabulary / (12 * c.layers * c.hidden))
     )
-    compute = (
-        96 * work * c.hidden**2 * (1 + 1 / (6 * c.hidden)) / (c.pipeline * c.tensor * c.flops_per_second)
-    )
-    tensor = 48 * work * (c.tensor - 1) * c.hidden / (c.pipeline * c.tensor * c.link_bytes_per_second)
+    compute = 96 * c.work * c.hidden**2 * (1 + 1 / (6 * c.hidden)) / (c.tensor * c.flops_per_second)
     return (
         compute,
         compute * (c.pipeline - 1) / c.accumulation,
         _pipeline_seconds(c, c.network_bytes_per_second),
-        tensor,
+        _tensor_seconds(c, bytes_per_value=48),
         4 * parameters * (c.data - 1) / c.data / (c.pipeline * c.network_bytes_per_second),
     )
 
 
 def method_1_terms(case: Case) -> tuple[float, ...]:
     """T0 to T4 of Eq. (2) in seconds: tensor, pipeline and data parallel."""
-    c = case
-    compute = _compute_seconds(c) / c.tensor
-    work = c.accumulation * c.micro_batch * c.layers * c.sequence
-    tensor = 64 * work * (c.tensor - 1) * c.hidden / (c.pipeline * c.tensor * c.link_bytes_per_second)
+    compute = _compute_seconds(case) / case.tensor
     return (
         compute,
-        compute * (c.pipeline - 1) / c.accumulation,
-        _pipeline_seconds(c, c.network_bytes_per_second),
-        tensor,
-        _data_seconds(c, bytes_per_parameter=4),
+        compute * (case.pipeline - 1) / case.accumulation,
+        _pipeline_seconds(case, case.network_bytes_per_second),
+        _tensor_seconds(case, bytes_per_value=64),
+        _data_seconds(case, bytes_per_parameter=4),
     )
 
 
 def method_2_terms(case: Case) -> tuple[float, ...]:
     """T0 to T4 of Eq. (4) in seconds: non-uniform pipeline, data and optimizer parallel."""
-    c = case
-    compute = _compute_seconds(c)
+    compute = _compute_seconds(case)
     return (
         compute,
-        compute * (c.pipeline - 1) / c.accumulation,
-        _pipeline_seconds(c, c.link_bytes_per_second),
-        _data_seconds(c, bytes_per_parameter=8),
-        _data_seconds(c, bytes_per_parameter=4),
+        compute * (case.pipeline - 1) / case.accumulation,
+        _pipeline_seconds(case, case.link_bytes_per_second),
+        _data_seconds(case, bytes_per_parameter=8),
+        _data_seconds(case, bytes_per_parameter=4),
     )
 
 
@@ -144,38 +147,34 @@ def corrected_flops(case: Case) -> float:
     forward of 36H^2 + 2SH, run twice, and a backward of twice that), and 6VH a token for the head."""
     c = case
     layer = 4 * (36 * c.hidden**2 + 2 * c.sequence * c.hidden)
-    tokens = c.accumulation * c.micro_batch * c.sequence * c.data
-    return tokens * (c.layers * layer + 6 * c.vocabulary * c.hidden)
+    return c.tokens * (c.layers * layer + 6 * c.vocabulary * c.hidden)
 
 
 def paper_flops(case: Case) -> float:
     """The same as the paper's T0 counts it: 128H^2 (1 + S/(8H)) a token and layer."""
-    c = case
-    tokens = c.accumulation * c.micro_batch * c.sequence * c.data
-    return tokens * c.layers * 128 * c.hidden**2 * (1 + c.sequence / (8 * c.hidden))
+    return case.tokens * case.layers * _layer_flops(case)
+
+
+def _layer_flops(c: Case) -> float:
+    return 128 * c.hidden**2 * (1 + c.sequence / (8 * c.hidden))
 
 
 def _compute_seconds(c: Case) -> float:
-    work = c.accumulation * c.micro_batch * c.layers * c.sequence
-    return 128 * work * c.hidden**2 * (1 + c.sequence / (8 * c.hidden)) / (c.pipeline * c.flops_per_second)
+    return c.work * _layer_flops(c) / c.flops_per_second
+
+
+def _tensor_seconds(c: Case, *, bytes_per_value: int) -> float:
+    return bytes_per_value * c.work * (c.tensor - 1) * c.hidden / (c.tensor * c.link_bytes_per_second)
 
 
 def _pipeline_seconds(c: Case, bytes_per_second: float) -> float:
-    return 8 * c.accumulation * c.micro_batch * c.sequence * c.hidden / bytes_per_second
+    return 8 * c.sequences * c.sequence * c.hidden / bytes_per_second
 
 
 def _data_seconds(c: Case, *, bytes_per_parameter: int) -> float:
-    parameters = (
-        16
-        * c.layers
-        * c.hidden**2
-        * (
-            1
-            + (1 + c.sequence) / (4 * c.hidden)
-            + c.sequence / (16 * c.hidden**2)
-            + c.vocabulary / (16 * c.layers * c.hidden)
-        )
-    )
+    further = (1 + c.sequence) / (4 * c.hidden) + c.sequence / (16 * c.hidden**2)
+    further += c.vocabulary / (16 * c.layers * c.hidden)
+    parameters = 16 * c.layers * c.hidden**2 * (1 + further)
     share = (c.data - 1) / c.data
     return parameters * bytes_per_parameter * share / (c.pipeline * c.network_bytes_per_second)
 

@@ -133,9 +133,8 @@ def prompts_of(task: str) -> list[dict[str, object]]:
         return [{"prompt_ids": [a, EQUALS], "answer": str(a)} for a in range(10)]
     pairs = [(a, b) for a in range(10) for b in range(10)]
     if task == "calculator":
-        return [
-            {"prompt_ids": [a, PLUS, b, ASKS], "answer": str(a + b), "asked": f"{a}+{b}"} for a, b in pairs
-        ]
+        asked = [(a, b, {"answer": str(a + b), "asked": f"{a}+{b}"}) for a, b in pairs]
+        return [{"prompt_ids": [a, PLUS, b, ASKS], **words} for a, b, words in asked]
     return [{"prompt_ids": [a, b, EQUALS], "answer": str((a + b) % 10)} for a, b in pairs]
 
 
@@ -200,10 +199,8 @@ def main(arguments: list[str] | None = None) -> int:
         first, last = learn(given.task, seed, given.out / f"seed-{seed}", given.overrides)
         least = min(least, last)
         seconds = time.process_time() - start
-        print(
-            f"seed {seed}: {first:.2f} -> {last:.2f} of {MOST[given.task]:.2f}, {seconds:.0f} CPU s",
-            flush=True,
-        )
+        reached = f"{first:.2f} -> {last:.2f} of {MOST[given.task]:.2f}"
+        print(f"seed {seed}: {reached}, {seconds:.0f} CPU s", flush=True)
     return int(least < 0.75)
 
 
