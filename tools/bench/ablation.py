@@ -166,19 +166,10 @@ def ablation(
     found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
     for seed in seeds:
         # The seed determines the weights and the order of the data; the split depends only on the corpus.
-        train, test = (
-            open_corpora(
-                [(data, 1.0)],
-                SampleSpec(
-                    sequence_length=tokens,
-                    seed=seed if part == "train" else 0,
-                    vocab_size=model.vocab_size,
-                ),
-                split=(0.95, 0.05),
-                part=part,
-            )
-            for part in ("train", "validation")
-        )
+        spec = SampleSpec(sequence_length=tokens, seed=0, vocab_size=model.vocab_size)
+        source, split = [(data, 1.0)], (0.95, 0.05)
+        train = open_corpora(source, replace(spec, seed=seed), split=split, part="train")
+        test = open_corpora(source, spec, split=split, part="validation")
         for form, own in found.items():
             own.append(train_form(build(form, model, seed=seed), steps, batch, train, test))
     for form, own in found.items():
@@ -196,18 +187,10 @@ def ablation(
 def train_form(model: Transformer, steps: int, batch: int, train: Blend, test: Blend) -> tuple[float, float]:
     """The test loss of a model after so many steps, and the median seconds of one."""
     config = OptimizerConfig(learning_rate=2e-3, minimum_learning_rate=2e-4, warmup_steps=max(1, steps // 20))
-    adamw = torch.optim.AdamW(
-        [
-            {
-                "params": [p for p in model.parameters() if (p.ndim >= 2) == is_matrix],
-                "weight_decay": config.weight_decay * is_matrix,
-            }
-            for is_matrix in (True, False)
-        ],
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        lr=0.0,
-    )
+    matrices, others = ([p for p in model.parameters() if (p.ndim >= 2) == own] for own in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others}]
+    keys = {"betas": (config.beta1, config.beta2), "eps": config.epsilon, "lr": 0.0, "weight_decay": 0.0}
+    adamw = torch.optim.AdamW(groups, **keys)
     seconds: list[float] = []
     for step in range(steps):
         start = time.perf_counter()

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.harness import MISSED, Row, case, cost
-from yuan_train.config.cluster import Cluster, Disk, Host, Link, NodeGroup
+from tools.bench.problems import node
+from tools.bench.runs import bench_model
+from yuan_train.config.cluster import Cluster, Disk, Host, NodeGroup
 from yuan_train.config.devices import DeviceType
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.model import LoraConfig, ModelConfig, validate_model
@@ -121,30 +123,19 @@ def _random_model(chance: random.Random) -> ModelConfig:
     """1 to 10 layers of hidden size 64 to 512, of any architecture."""
     heads = chance.choice((2, 4, 8))
     hidden = heads * chance.choice((32, 64))
-    given: dict[str, Any] = {
-        "name": "small",
-        "num_layers": chance.randint(1, 10),
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": hidden * chance.choice((2, 4)),
-        "vocab_size": chance.choice((512, 8192)),
-        "max_sequence_length": 512,
-        "tie_embeddings": chance.random() < 0.5,
-    }
+    layers, given = chance.randint(1, 10), dict[str, Any](num_attention_heads=heads, max_sequence_length=512)
+    given |= {"ffn_hidden_size": hidden * chance.choice((2, 4)), "vocab_size": chance.choice((512, 8192))}
+    given |= {"tie_embeddings": chance.random() < 0.5}
     kind = chance.choice(("yuan", "llama", "qwen", "experts", "lora"))
     if kind in ("llama", "qwen"):
         given |= {"architecture": kind, "num_key_value_heads": chance.choice((1, 2))}
         given |= {"qkv_bias": True} if kind == "qwen" else {}
     elif kind == "experts":
-        width = chance.choice((64, 256))
-        given |= {
-            "num_experts": chance.choice((4, 8)),
-            "experts_per_token": 2,
-            "expert_ffn_hidden_size": width,
-        }
+        given |= {"expert_ffn_hidden_size": chance.choice((64, 256)), "experts_per_token": 2}
+        given |= {"num_experts": chance.choice((4, 8))}
     elif kind == "lora":
         given |= {"lora": LoraConfig(rank=chance.choice((2, 8)))}
-    model = ModelConfig(**given)
+    model = bench_model(layers, hidden, name="small", **given)
     assert not list(validate_model(model)), list(validate_model(model))
     return model
 
@@ -169,12 +160,9 @@ def _random_cluster(chance: random.Random, parameters: int) -> Cluster:
         )
         host = Host(memory=int(each * chance.choice((0.2, 1, 8)))) if chance.random() < 0.5 else None
         disk = Disk(read=1e9, write=5e8, capacity=int(8 * each)) if chance.random() < 0.5 else None
-        near = Link(bandwidth=chance.choice((5e9, 5e10)), latency=1e-5)
-        far = Link(bandwidth=chance.choice((1e8, 2e9, 1e10)), latency=3e-5)
+        near, far = (chance.choice((5e9, 5e10)), 1e-5), (chance.choice((1e8, 2e9, 1e10)), 3e-5)
         name = f"Card{chance.randrange(i + 1)}"
-        nodes.append(
-            NodeGroup(name=f"n{i}", device=name, devices=count, link=near, network=far, host=host, disk=disk)
-        )
+        nodes.append(node(f"n{i}", name, count, near=near, far=far, host=host, disk=disk))
     return Cluster(name="small", nodes=tuple(nodes), device_types=types)
 
 

@@ -30,13 +30,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tools.bench.harness import Row, case
-from tools.bench.runs import make_run, wide_plan
-from yuan_train.config.model import ModelConfig
+from tools.bench.runs import bench_model, make_run, wide_plan
 from yuan_train.config.plan import Plan, RankPlan
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.config.run import LogConfig, RunConfig, Source
 from yuan_train.data.indexed import HEADER, MAGIC, VERSION, IndexedWriter, bin_path, idx_path
 from yuan_train.data.loader import SampleSpec, open_corpora
+from yuan_train.models.transformer import Transformer
 from yuan_train.parallel import transport
 from yuan_train.parallel.executor import Executor
 from yuan_train.parallel.groups import Groups
@@ -55,16 +55,7 @@ OPERATIONS = ("allreduce", "reduce", "broadcast", "reduce_scatter_single", "all_
 """Those of a group that reductions and weight sync use, by torch's names for them."""
 REDUCTION = ("start_grad_reduce", "finish_grad_reduce", "start_weight_sync", "finish_weight_sync")
 SEQUENCE_LENGTH = 64
-MODEL = ModelConfig(
-    name="scale",
-    num_layers=32,
-    hidden_size=512,
-    num_attention_heads=8,
-    head_dim=8,
-    ffn_hidden_size=32,
-    vocab_size=1024,
-    attention="plain",
-)
+MODEL = bench_model(32, 512, name="scale", head_dim=8, ffn_hidden_size=32, attention="plain")
 """Small, but as in the published models each layer divides into as many ranges as it has owners."""
 
 
@@ -102,8 +93,8 @@ def run_of(plan: Plan, corpus: Path) -> RunConfig:
     with IndexedWriter(corpus, dtype=np.dtype("<u2")) as writer:
         for length in range(20, 520):
             writer.add(np.arange(length, dtype="<u2") % MODEL.vocab_size)
-    keys = {"tokens": SEQUENCE_LENGTH, "batch": plan.global_batch_size, "steps": STEPS, "precision": "fp32"}
-    run = make_run(MODEL, **keys)
+    batch = plan.global_batch_size
+    run = make_run(MODEL, tokens=SEQUENCE_LENGTH, batch=batch, steps=STEPS, precision="fp32")
     data = replace(run.data, train=(Source(prefix=str(corpus)),))
     return replace(run, data=data, log=LogConfig(every=10))
 
@@ -111,10 +102,10 @@ def run_of(plan: Plan, corpus: Path) -> RunConfig:
 class NullStage:
     """In place of a stage runner: takes its micro-batches, and computes nothing."""
 
-    def __init__(self, feed: Passes, hidden_size: int, *, takes: bool, is_last: bool) -> None:
+    def __init__(self, feed: Passes, *, takes: bool, is_last: bool) -> None:
         self._feed, self._takes, self._is_last = feed, takes, is_last
         self._unit = torch.ones((), requires_grad=True)
-        self._hidden_BSH = torch.zeros(1, SEQUENCE_LENGTH, hidden_size)
+        self._hidden_BSH = torch.zeros(1, SEQUENCE_LENGTH, MODEL.hidden_size)
         self.loss = torch.zeros((), dtype=torch.float64)
 
     def begin(self, **_: Any) -> None:
@@ -243,35 +234,20 @@ def measure(shape: Shape, rank: int, folder: Path, *, library: str = "gloo", ste
             torch_seconds = min(reductions.repeat() for _ in range(steps))
         number = _num_groups(trainer.runtime.groups, rank)
     _, micro_batches, reduction, rest = map(min, zip(*turns[min(WARM_UP, steps - 1) :], strict=True))
-    return {
-        "ranks": shape.num_ranks,
-        "plan": f"{shape.pipelines} x {shape.stages} x {shape.width}",
-        "rank": rank,
-        "operations of": library,
-        "set-up s": setup_seconds,
-        "of that, plan file s": plan_seconds,
-        "private MiB": setup_bytes / 2**20,
-        "groups": number,
-        "micro-batches ms": micro_batches * 1e3,
-        "reductions ms": reduction * 1e3,
-        "rest ms": rest * 1e3,
-        "operations": len(reductions.calls),
-        "fake group's ms": torch_seconds * 1e3,
-        "step ms": (micro_batches + reduction + rest - torch_seconds) * 1e3,
-    }
+    row: Row = {"ranks": shape.num_ranks, "plan": f"{shape.pipelines} x {shape.stages} x {shape.width}"}
+    row |= {"rank": rank, "operations of": library, "set-up s": setup_seconds}
+    row |= {"of that, plan file s": plan_seconds, "private MiB": setup_bytes / 2**20, "groups": number}
+    row |= {"micro-batches ms": micro_batches * 1e3, "reductions ms": reduction * 1e3, "rest ms": rest * 1e3}
+    row |= {"operations": len(reductions.calls), "fake group's ms": torch_seconds * 1e3}
+    return row | {"step ms": (micro_batches + reduction + rest - torch_seconds) * 1e3}
 
 
 def _without_model(trainer: Trainer) -> Trainer:
     """A trainer whose stages compute nothing."""
     runtime = trainer.runtime
     stages = {
-        stage: NullStage(
-            trainer.feed,
-            MODEL.hidden_size,
-            takes=bool(part.has_embedding or part.has_head),
-            is_last=bool(part.has_head),
-        )
-        for stage, part in runtime.parts.items()
+        stage: NullStage(trainer.feed, takes=part.has_embedding or part.has_head, is_last=part.has_head)
+        for stage, part in cast(dict[int, Transformer], runtime.parts).items()
     }
     executor = Executor(cast(Any, stages), runtime.bridge, trainer.stopwatch)
     return replace(trainer, runners=cast(Any, stages), executor=executor)

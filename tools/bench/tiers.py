@@ -113,11 +113,8 @@ def activations(ratio: float, resident: int, seconds: float) -> Row:
 
 def forecast(copies: RankProgram, seconds: float, copy_seconds: float) -> Simulation:
     """The step in virtual time."""
-    parts = PartTimes(
-        forward_seconds=(seconds,) * PARTS,
-        backward_seconds=(2 * seconds,) * PARTS,
-        copy_seconds=(copy_seconds,) * PARTS,
-    )
+    own, twice, copied = ((took,) * PARTS for took in (seconds, 2 * seconds, copy_seconds))
+    parts = PartTimes(forward_seconds=own, backward_seconds=twice, copy_seconds=copied)
     times = replace(_times(seconds), parts=(parts,))
     shape = ProgramShape("1f1b", one_worker_each(1), MICRO_BATCHES, (IN_FLIGHT,))
     return simulate_schedule(shape, times, copies={0: group_copies(copies)})
@@ -174,9 +171,8 @@ def pages(group: int, kind: str, seconds: float) -> Row:
     torch.set_num_threads(1)
     ratio, slots = float(kind.split(",")[0]), int(kind.split()[1])
     paging = Paging(num_pages=PARTS, slots=slots, group=group)
-    program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, workers=one_worker_each(1), group=group)[
-        0
-    ]
+    workers = one_worker_each(1)
+    program = make_schedule("1f1b", num_micro_batches=MICRO_BATCHES, workers=workers, group=group)[0]
     groups = by_group(with_pages(program, paging))
     # Of a page: its weights, one way, against the forwards of all micro-batches.
     rate = PART_BYTES / (ratio * MICRO_BATCHES * seconds)
@@ -205,15 +201,11 @@ def measure_pages(
     clock = SleepClock()
     links = make_links(CPU, bytes_per_second=rate, pause=clock.pause)
     slab = HostSlab(2 * PARTS * PART_BYTES, device=CPU, what="bench")
+    shards, size = {"weight": Shard((PART_BYTES // 4,))}, PART_BYTES // 4
+    weights = [{"weight": torch.nn.Parameter(torch.zeros(size))} for _ in range(PARTS)]
     buckets = [
-        FlatBucket(
-            Bucket((f"layers.{i}",), ((0,),)),
-            {"weight": torch.nn.Parameter(torch.zeros(PART_BYTES // 4))},
-            {"weight": Shard((PART_BYTES // 4,))},
-            rank=0,
-            slab=slab,
-        )
-        for i in range(PARTS)
+        FlatBucket(Bucket((f"layers.{i}",), ((0,),)), weight, shards, rank=0, slab=slab)
+        for i, weight in enumerate(weights)
     ]
     own = ParameterPages(buckets, paging.slots, links, device=CPU)
     began = clock.start()
@@ -353,9 +345,8 @@ class Work:
     @property
     def seconds(self) -> float:
         """Of the step."""
-        update = (
-            max(self.down, self.host_step, self.up) if self.beside else self.down + self.host_step + self.up
-        )
+        parts = self.down, self.host_step, self.up
+        update = max(parts) if self.beside else sum(parts)
         compute = self.num_micro_batches * (self.forward + self.backward + 2 * self.copy)
         return compute + max(self.card_step, update)
 
@@ -420,13 +411,8 @@ def _planned(given: PlanProblem, costs: Costs) -> Work | None:
         return work
     # `tiers/activations` measures these copies; here the compute sleeps as long as is forecast with them.
     words = f"{words[:-1]}, activations of {stage.activation_offload} layers)"
-    forward = best.cost.compute_seconds / batch_of(given) - work.backward
+    forward = best.cost.compute_seconds / work.num_micro_batches - work.backward
     return replace(work, forward=forward, words=words)
-
-
-def batch_of(given: PlanProblem) -> int:
-    """Micro-batches of a step: of one sequence each."""
-    return given.global_batch_size
 
 
 def _work(

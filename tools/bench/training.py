@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import tempfile
@@ -211,10 +212,8 @@ def experts(
         planned = plan_group(costs, run)
         (stage,) = planned.stages
         even = tuple(num_experts // len(SPEEDS) + (c < num_experts % len(SPEEDS)) for c in range(len(SPEEDS)))
-        for kind, plan in (
-            ("planned", planned),
-            ("even", with_stages(planned, replace(stage, experts=even))),
-        ):
+        plans = {"planned": planned, "even": with_stages(planned, replace(stage, experts=even))}
+        for kind, plan in plans.items():
             few = f"train.steps={steps}"
             lines = train(folder / "run.yaml", plan, folder, few)
             thin_lines = train(folder / "thin.yaml", replace(plan, model=thin.model), folder, few)
@@ -240,38 +239,24 @@ def experts(
 
 def simulated_cards(slower: float) -> Cluster:
     """A node for each card; rates are rough values of a core, which the profile replaces."""
-    types = {
-        name: DeviceType(
-            memory=4 << 30, reserved=300 << 20, fp32=6e10, memory_bandwidth=1e10, slowdown=slower / speed
-        )
-        for name, speed in SPEEDS.items()
-    }
+    core = DeviceType(memory=4 << 30, reserved=300 << 20, fp32=6e10, memory_bandwidth=1e10)
+    types = {name: replace(core, slowdown=slower / speed) for name, speed in SPEEDS.items()}
     nodes = tuple(NodeGroup(name=name.lower(), device=name, network=LOOPBACK) for name in types)
     return Cluster(name="three", nodes=nodes, device_types=types)
 
 
 def mixture(num_experts: int, width: int) -> ModelConfig:
     """A small mixture of experts."""
-    return bench_model(
-        2,
-        128,
-        num_attention_heads=4,
-        vocab_size=512,
-        num_experts=num_experts,
-        experts_per_token=2,
-        expert_ffn_hidden_size=width,
-        # At the start, an attention router prefers some experts; this one spreads random tokens evenly.
-        router="softmax",
-        init_std=0.1,
-        tie_embeddings=False,
-    )
+    sizes = {"num_attention_heads": 4, "vocab_size": 512, "init_std": 0.1, "tie_embeddings": False}
+    sizes |= {"num_experts": num_experts, "experts_per_token": 2, "expert_ffn_hidden_size": width}
+    # At the start, an attention router prefers some experts; this one spreads random tokens evenly.
+    return bench_model(2, 128, router="softmax", **sizes)
 
 
 def plan_group(costs: Costs, run: RunConfig) -> Plan:
     """The planner's best plan of one stage over all three cards."""
-    options = read_options(
-        SearchConfig(tensor=(1, len(SPEEDS)), recompute=("none",)), micro_batch_size=1, model=run.model
-    )
+    search = SearchConfig(tensor=(1, len(SPEEDS)), recompute=("none",))
+    options = read_options(search, micro_batch_size=1, model=run.model)
     found = expert_plans(endless(costs, options), [])
     return min(found, key=lambda candidate: candidate.step_seconds).plan
 
@@ -284,9 +269,5 @@ def tokens_of(lines: list[dict[str, Any]], num_experts: int) -> list[int]:
 
 def shares_of(counts: tuple[int, ...], tokens: list[int]) -> list[float]:
     """Part of the tokens that each card's experts were given."""
-    found: list[float] = []
-    first = 0
-    for count in counts:
-        found.append(sum(tokens[first : first + count]) / sum(tokens))
-        first += count
-    return found
+    ends = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    return [sum(tokens[first:last]) / sum(tokens) for first, last in ends]
