@@ -18,12 +18,12 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from tests.support.project import make_plan, with_stages
+from tests.support.project import make_plan
 from tools.bench.harness import Row, case
 from tools.bench.runs import bench_model, make_run, run_ranks, wide_plan
 from yuan_train.config.devices import Backend
 from yuan_train.config.model import ModelConfig, load_model
-from yuan_train.config.plan import Plan, single_card_plan
+from yuan_train.config.plan import Plan
 from yuan_train.config.run import Recompute, RunConfig
 from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import Transformer, initial_rows
@@ -178,9 +178,7 @@ class WholeModel:
         first = partial(initial_rows, model, seed=0)
         parts = model_parts(model, dtype, initial=first, compile=compile_part if compile else None)
         self.device = choose_device(device, Position())
-        plan = single_card_plan(run)
-        (stage,) = plan.pipelines[0].stages
-        plan = with_stages(plan, replace(stage, recompute=recompute))
+        plan = make_plan(run, [[model.num_layers]], recompute=recompute)
         runtime = parallelize(plan, 0, parts, device=self.device, options=EngineOptions(dtype))
         self.model = cast(Transformer, runtime.parts[0])
         shape = (1, run.data.sequence_length)
@@ -251,12 +249,8 @@ def table_of_51b() -> Row:
 @case(
     "engine/transfer",
     formats={
-        "MB": ".0f",
-        "buckets ms": ".0f",
-        "a tensor at a time ms": ".0f",
-        "1% changed ms": ".0f",
+        **dict.fromkeys(("MB", "buckets ms", "a tensor at a time ms", "1% changed ms", "copy ms"), ".0f"),
         "ratio": ".2f",
-        "copy ms": ".0f",
     },
     costs={"buckets ms": 0.2, "1% changed ms": 0.2},
     ranks=(2, 3, 4),

@@ -168,11 +168,8 @@ def combinations(name: str, words: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a case; 1 if a row has missed its bar."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__, formatter_class=form)
     parser.add_argument("name", nargs="?", choices=sorted(CASES), metavar="NAME")
     parser.add_argument("arguments", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--record", action="store_true")
@@ -182,10 +179,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.name is None:
         for path in options.docs:
             write_docs(path)
-        if not options.docs:
-            print(
-                "\n".join(f"{name}: {(CASES[name].measure.__doc__ or '').strip()}" for name in sorted(CASES))
-            )
+        for name in sorted(CASES) if not options.docs else ():
+            print(f"{name}: {(CASES[name].measure.__doc__ or '').strip()}")
         return 0
     if options.one is not None:
         try:

@@ -131,10 +131,8 @@ def tiers(name: str, seconds: float) -> Iterator[Row]:
     began = time.perf_counter()
     found = _plan(given.problem(), SearchConfig(time_limit=seconds))
     row: Row = {"case": name, "sequences": given.sequences, "without": _words(plain), "with": _words(found)}
-    row |= {
-        "on hosts": _fractions(found.best.plan) if found else "",
-        "planned in s": time.perf_counter() - began,
-    }
+    row["on hosts"] = _fractions(found.best.plan) if found else ""
+    row["planned in s"] = time.perf_counter() - began
     if found is None:
         yield row | {MISSED: f"{name}: no plan"}
         return
@@ -160,12 +158,8 @@ def _with_smaller_hosts(name: str, given: TierCase, found: SearchResult, seconds
     enough = _plan(given.problem(hosts), SearchConfig(time_limit=seconds))
     less = _plan(given.problem([own - GIB for own in hosts]), SearchConfig(time_limit=seconds))
     sizes = " and ".join(f"{own / GIB:.1f}" for own in hosts)
-    row: Row = {
-        "case": f"{name}, a GiB less than {sizes} GiB on its host",
-        "sequences": given.sequences,
-        "with": _words(less),
-        "on hosts": _fractions(less.best.plan) if less else "",
-    }
+    row: Row = {"case": f"{name}, a GiB less than {sizes} GiB on its host", "sequences": given.sequences}
+    row |= {"with": _words(less), "on hosts": _fractions(less.best.plan) if less else ""}
     if enough is None or enough.best.step_seconds > found.best.step_seconds * (1 + 1e-9):
         row[MISSED] = f"{name}: a host that has just enough gives a slower plan"
     if less is not None and less.best.plan.pipelines == found.best.plan.pipelines:

@@ -88,9 +88,8 @@ def residence(plan: str, hidden: int, tokens: int, precision: str) -> Iterator[R
         cluster = _cluster(_card(16 << 30), devices=made.world_size)
         cost = cost_plan(make_costs(problem_of(run, cluster, None)), made)
         for rank, measured in enumerate(_train_all(made.world_size, work)):
-            stage = next(
-                own for own in cost.stages if rank in made.pipelines[own.pipeline].stages[own.stage].ranks
-            )
+            ranks = [made.pipelines[own.pipeline].stages[own.stage].ranks for own in cost.stages]
+            stage = next(own for own, here in zip(cost.stages, ranks, strict=True) if rank in here)
             yield _beside(plan, rank, measured, stage, made, host_bytes(run.train.precision))
 
 
@@ -102,11 +101,8 @@ def _beside(
     away = _stepped_by_host(plan, stage)
     each = host / away if away else 0.0
     row: Row = {"plan": name, "rank": rank, "card MiB": card >> 20, "forecast MiB": round(forecast / 2**20)}
-    row |= {
-        "off by": forecast / card - 1,
-        "host MiB": host >> 20,
-        "host forecast MiB": int(stage.host_bytes) >> 20,
-    }
+    row |= {"off by": forecast / card - 1, "host MiB": host >> 20}
+    row |= {"host forecast MiB": int(stage.host_bytes) >> 20}
     row |= {"bytes a parameter": each} if each else {}
     is_off = abs(card - forecast) > MOST_OFF * forecast
     is_off |= abs(host - stage.host_bytes) > MOST_OFF * stage.host_bytes + 2**20
@@ -207,10 +203,8 @@ def largest(mebibytes: int, steps: int) -> Row:
         for name, words in (("first", ["model.num_layers=1"]), ("own", ["--largest"])):
             model = bench_model(1, 256, max_sequence_length=128)
             run = make_run(model, batch=2, steps=steps, optimizer=optimizer)
-            run = replace(
-                run, search=SearchConfig(offload=("optimizer",)), memory=MemoryConfig(host_reserved=0)
-            )
-            run = _write(work, name, run)
+            search, memory = SearchConfig(offload=("optimizer",)), MemoryConfig(host_reserved=0)
+            run = _write(work, name, replace(run, search=search, memory=memory))
             out, run_file = work / f"{name}.plan.yaml", work / f"{name}.yaml"
             files = ("--cluster", work / "cluster.yaml", "--config", run_file, "--out", out)
             yuan_train("plan", *files, *words)
@@ -223,9 +217,7 @@ def largest(mebibytes: int, steps: int) -> Row:
     row: Row = {"mebibytes": mebibytes, "layers": plan.model.num_layers}
     row["loss"] = f"{lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}"
     row |= {"card MiB": measured["RssAnon"] >> 20, "forecast MiB": round(stage.peak_memory_bytes / 2**20)}
-    row |= {
-        "host MiB": measured["RssShmem"] >> 20,
-        "host forecast MiB": round(stage.host_memory_bytes / 2**20),
-    }
+    row["host MiB"] = measured["RssShmem"] >> 20
+    row["host forecast MiB"] = round(stage.host_memory_bytes / 2**20)
     is_over = measured["RssAnon"] > mebibytes << 20
     return row | ({MISSED: f"{row['card MiB']} MiB on a card of {mebibytes}"} if is_over else {})

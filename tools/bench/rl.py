@@ -35,12 +35,7 @@ NEARNESS = 0.15
 
 
 def run_roles(
-    folder: Path,
-    plan: RlPlan,
-    task: str,
-    changes: Sequence[str],
-    rewards: Mapping[str, float],
-    steps: int,
+    folder: Path, plan: RlPlan, task: str, changes: Sequence[str], rewards: Mapping[str, float], steps: int
 ) -> list[dict[str, Any]]:
     """Run a task of tools/rl_tasks.py under a plan; the metrics of its steps."""
     save_rl_plan(folder / "plan.yaml", plan)
@@ -155,9 +150,8 @@ def asynchronous(ratio: str, seconds: float, steps: int) -> Iterator[Row]:
             if abs(error) > NEARNESS:
                 row[MISSED] = f"staleness {staleness}: forecast off by {error:+.0%}"
             elif staleness and (run.gain < GAIN * run.most or run.oldest > staleness or run.unused):
-                row[MISSED] = (
-                    f"staleness {staleness}: {run.gain / run.most:.0%} of the gain, {run.unused} thrown away"
-                )
+                share = f"{run.gain / run.most:.0%} of the gain"
+                row[MISSED] = f"staleness {staleness}: {share}, {run.unused} thrown away"
             elif abs(again.gain / run.gain - 1) > REPEATS:
                 row[MISSED] = f"staleness {staleness}: a gain of {run.gain:.3f}, then of {again.gain:.3f}"
             yield row
@@ -197,14 +191,8 @@ class EngineCard:
 
 def card(slowdown: float = 1.0, *, piece_seconds: float | None = None) -> DeviceType:
     """A simulated card."""
-    return DeviceType(
-        memory=2**32,
-        fp32=80e9,
-        bf16=80e9,
-        memory_bandwidth=10e9,
-        slowdown=max(slowdown, 1.0),
-        piece_seconds=piece_seconds,
-    )
+    core = DeviceType(memory=2**32, fp32=80e9, bf16=80e9, memory_bandwidth=10e9)
+    return replace(core, slowdown=max(slowdown, 1.0), piece_seconds=piece_seconds)
 
 
 def alike(fast: DeviceType, slow: DeviceType, changes: tuple[str, ...]) -> tuple[EngineCard, ...]:
@@ -418,14 +406,11 @@ def unlike_lengths(lengths: str, steps: int) -> Iterator[Row]:
             lines = run_unlike(folder, policy, PIECE, steps, "varied", checkpoint, flight)
             later = lines[WARM_UP:]
             seconds = sum(line["step_seconds"] for line in later)
-            tokens = sum(line["answer_tokens"]["mean"] * 256 for line in later) / seconds
+            drawn = [line["answer_tokens"]["mean"] * 256 for line in later]
+            slots = sum(own / line["slots_filled"] for own, line in zip(drawn, later, strict=True))
+            tokens, filled = sum(drawn) / seconds, sum(drawn) / slots
             unused = lines[-1]["next_ticket"] - 32 * steps
             oldest = max(line["staleness_max"] for line in lines)
-            filled = (
-                tokens
-                * seconds
-                / sum(line["answer_tokens"]["mean"] * 256 / line["slots_filled"] for line in later)
-            )
             row: Row = {"lengths": lengths, "weights": weights, "filled": filled}
             row |= {"tokens/s": tokens, "of most": tokens / most}
             row["policy trains"] = sum(line["training_seconds"] for line in later) / seconds
@@ -448,9 +433,8 @@ def slow_rewards(reward: str, concurrency: int, steps: int) -> Row:
     (`slowly_varied`) and with such as take none: what part of a step the policy waits."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        changes = (f"start.checkpoint={make_counter(folder, 'exponential')}",)
+        changes = (f"start.checkpoint={make_counter(folder, 'exponential')}", "train.micro_batch_size=16")
         changes += ("generation.weights=in_flight", f"reward.concurrency={concurrency}")
-        changes += ("train.micro_batch_size=16",)
         policy = card(piece_seconds=POLICY_PIECE)
         later = run_unlike(folder, policy, PIECE / 3, steps, reward, *changes)[WARM_UP:]
     row: Row = {"reward": reward, "step s": mean(later, "step_seconds")}
