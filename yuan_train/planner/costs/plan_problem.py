@@ -18,11 +18,7 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.profile import HostProfile, Profile
 from yuan_train.config.run import BUCKET_SIZE, ReduceDtype, ScheduleName
 from yuan_train.config.units import DISK_CHUNK, DISK_SLOTS, DISK_STATES
-from yuan_train.planner.costs.workload import (
-    ELEMENT_BYTES,
-    STATE_BYTES,
-    TokenRows,
-)
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TokenRows
 
 Replica = tuple[Card, ...]
 """The cards of a tensor-parallel group, in order."""

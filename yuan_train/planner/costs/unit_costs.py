@@ -869,10 +869,7 @@ def _with_halves(
 
 
 def _with_collectives(
-    unit: UnitCost,
-    allreduce_seconds: float,
-    small: float = 0.0,
-    divided: tuple[float, float] = (0.0, 0.0),
+    unit: UnitCost, allreduce_seconds: float, small: float = 0.0, divided: tuple[float, float] = (0.0, 0.0)
 ) -> UnitCost:
     """The unit with its all-reduces, or where tokens are `divided` its reduce-scatters and all-gathers, and
     with a `small` one beside each of the backward's."""

@@ -406,20 +406,16 @@ def send_seconds(
 ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """Of each pipeline of stages, by edge: seconds of a hidden state to the next stage, and of its gradient
     back."""
-    every = range(max(map(len, rows)) - 1)
-    flows = {(s, back): _flows_of(rows, s, back=back) for s in every for back in (False, True)}
+    flows: dict[tuple[int, bool], EdgeFlows] = {}
+    for s, back in itertools.product(range(max(map(len, rows)) - 1), (False, True)):
+        both = (row[s : s + 2] for row in rows if len(row) > s + 1)
+        flows[s, back] = edge_flows((x[0], y[0]) for a, b in both for x, y in _pairs(a, b, back=back))
 
     def seconds(row: Sequence[StageCost], *, back: bool) -> tuple[float, ...]:
         edges = enumerate(itertools.pairwise(row))
         return tuple(_edge_seconds(topology, *ends, flows[s, back], back=back) for s, ends in edges)
 
     return [(seconds(row, back=False), seconds(row, back=True)) for row in rows]
-
-
-def _flows_of(rows: Sequence[Sequence[StageCost]], s: int, *, back: bool) -> EdgeFlows:
-    """The messages of all pipelines from stage s to s + 1, or back."""
-    ends = (row[s : s + 2] for row in rows if len(row) > s + 1)
-    return edge_flows((x[0], y[0]) for a, b in ends for x, y in _pairs(a, b, back=back))
 
 
 def _edge_seconds(

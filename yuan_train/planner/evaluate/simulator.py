@@ -174,11 +174,7 @@ class Simulation(pipelines.RunSeconds):
 
 
 def simulate(
-    schedule: Schedule,
-    times: StageTimes,
-    *,
-    workers: Workers | None = None,
-    sends: Sends = "overlapped",
+    schedule: Schedule, times: StageTimes, *, workers: Workers | None = None, sends: Sends = "overlapped"
 ) -> Simulation:
     """Run a schedule that has passed `check_schedule` in virtual time; by default stage s is on worker s."""
     workers = workers or one_worker_each(len(schedule))

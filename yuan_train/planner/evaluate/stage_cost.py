@@ -204,12 +204,7 @@ def _stage_in_flight(shape: ProgramShape, pipeline: PipelinePlan, s: int) -> int
     schedule, workers, m, depths, _ = shape
     if schedule in ("1f1b", "gpipe"):
         return in_flight(
-            schedule,
-            stage=s,
-            num_stages=len(replicas),
-            num_micro_batches=m,
-            replicas=replicas,
-            depths=depths,
+            schedule, stage=s, num_stages=len(replicas), num_micro_batches=m, replicas=replicas, depths=depths
         )
     return native_schedule(schedule, workers, m, None).held[s]
 

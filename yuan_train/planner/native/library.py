@@ -87,17 +87,12 @@ def build(folder: Path, *, flags: Sequence[str] = ()) -> Path:
     return target
 
 
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "yuan_train"
-
-
 def _find_or_build() -> Path:
-    name = library_name()
-    for folder in (FOLDER, _cache_folder()):
+    name, cache = library_name(), Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (FOLDER, cache / "yuan_train"):
         if (folder / name).exists():
             return folder / name
-    return build(FOLDER if os.access(FOLDER, os.W_OK) else _cache_folder())
+    return build(FOLDER if os.access(FOLDER, os.W_OK) else cache / "yuan_train")
 
 
 @functools.cache

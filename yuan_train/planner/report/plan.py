@@ -444,17 +444,11 @@ def layer_list(candidate: Candidate) -> str:
     return " | ".join(dict.fromkeys(map(to_blocks, candidate.plan.pipelines)))
 
 
-def megatron_layout(candidate: Candidate) -> str:
-    """The cut as Megatron-LM writes it; nothing if it divides layers or pipelines are cut unlike."""
-    if candidate.plan.divided_layers:
-        return ""
-    layouts = set(map(to_layout, candidate.plan.pipelines))
-    return layouts.pop() if len(layouts) == 1 else ""
-
-
 def cut_words(candidate: Candidate) -> str:
-    layout = megatron_layout(candidate)
-    return f"layers {layer_list(candidate)}" + (f"; Megatron layout {layout}" if layout else "")
+    """The layers, and the cut as Megatron-LM writes it unless it divides some or pipelines are cut unlike."""
+    layouts = set[str]() if candidate.plan.divided_layers else set(map(to_layout, candidate.plan.pipelines))
+    layout = f"; Megatron layout {layouts.pop()}" if len(layouts) == 1 else ""
+    return f"layers {layer_list(candidate)}{layout}"
 
 
 def describe_cards(candidate: Candidate) -> str:
@@ -712,10 +706,7 @@ def plan_picture(result: SearchResult, problem: PlanProblem) -> str:
 
 
 def _summary_html(result: SearchResult, problem: PlanProblem, answer: Sequence[str]) -> str:
-    lines = [
-        *answer,
-        describe_shape(result.best) + even_words(result).replace("     ", "; "),
-    ]
+    lines = [*answer, describe_shape(result.best) + even_words(result).replace("     ", "; ")]
     lines += [step_words(result, problem), *memory_lines(result.best.cost, problem)]
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
@@ -867,10 +858,7 @@ def _timeline_rows(simulation: Simulation, step_seconds: float, scale: float) ->
 
 
 def _runners_up_html(result: SearchResult) -> str:
-    items = [
-        *runner_lines(result),
-        *(f"left out: {line}" for line in left_out_lines(result.left_out)),
-    ]
+    items = [*runner_lines(result), *(f"left out: {line}" for line in left_out_lines(result.left_out))]
     even = result.even_split
     if even is not None:
         items.append(

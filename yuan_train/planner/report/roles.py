@@ -234,12 +234,7 @@ def roles_html(result: RolesResult, problem: RolesProblem, plan: RlPlan) -> str:
     """One file without network access or scripts, with the plan's own text inside."""
     best = result.best
     title = f"Roles of {problem.load.model.name} on {problem.policy.cluster.name}"
-    lines = [
-        describe(best),
-        step_words(best, problem),
-        idle_words(best),
-        proof_words(result),
-    ]
+    lines = [describe(best), step_words(best, problem), idle_words(best), proof_words(result)]
     sections = [
         ("Summary", "".join(f"<p>{escape(line)}</p>" for line in lines)),
         ("Sync beside async", _modes_html(result)),

@@ -93,8 +93,7 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         drafts = [draft_of_shape(tables, shapes[i * len(shapes) // count]) for i in range(count)]
         shaped = [(0.0, draft) for draft in drafts if draft is not None]
         wanted = draft_space(options, costs.problem)
-        again = options.searches_again and num_cards <= AGAIN_CARDS and effort == 1.0
-        times = MOST_TIMES if again else 1
+        times = MOST_TIMES if options.searches_again and num_cards <= AGAIN_CARDS and effort == 1.0 else 1
         pools = search_again(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards, times=times)
         # Those that keep to the cards, or but for state, may be preferred to faster ones.
         counts = (NUM_JUDGED, NUM_JUDGED_BESIDE, NUM_JUDGED_BESIDE)

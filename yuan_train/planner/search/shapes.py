@@ -348,9 +348,8 @@ def _pipeline_counts(groups: dict[str, list[StageGroup]], options: Options) -> l
     counts = [len(own) for own in groups.values()]
     most = max(counts, default=0)
     wanted = range(1, most + 1) if options.pipelines is None else sorted(set(options.pipelines))
-    if not options.use_all_devices:
-        return [d for d in wanted if d <= most]
-    return [d for d in wanted if counts and all(count % d == 0 for count in counts)]
+    fill = options.use_all_devices
+    return [d for d in wanted if d <= most and not (fill and any(count % d for count in counts))]
 
 
 def _deal(

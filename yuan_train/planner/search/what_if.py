@@ -402,8 +402,7 @@ def search_beside_saves(
 ) -> SearchResult:
     """As `search_plan`, with room on hosts for what saves copy there, and a note of it. If no such plan fits,
     the one that leaves too little, with a note that says so."""
-    size, room = micro_batch_size, 0.0
-    result = search_plan(problem, search, micro_batch_size=size, again=again)
+    result, room = search_plan(problem, search, micro_batch_size=micro_batch_size, again=again), 0.0
     for _ in range(MOST_SEARCHES if copies.keys else 0):
         over = [use for use in host_uses(result, problem, copies) if use.over > 0 and use.kept]
         if not over:
@@ -411,7 +410,7 @@ def search_beside_saves(
         room = max(room, *(use.copied for use in over))
         given = replace(problem, host_reserved=problem.host_reserved + int(room))
         try:
-            result = search_plan(given, search, micro_batch_size=size, again=again)
+            result = search_plan(given, search, micro_batch_size=micro_batch_size, again=again)
         except NoPlanFits:
             break
     return with_saves(result, problem, copies)
