@@ -14,7 +14,7 @@ from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes
-from yuan_train.planner.search.candidate import Candidate, first_shape
+from yuan_train.planner.search.candidate import Candidate, shape_of_plan
 
 Replicas = tuple[tuple[int, ...], ...]
 
@@ -61,7 +61,7 @@ def plan_on(
 def candidate_of(costs: Costs, plan: Plan) -> Candidate:
     """A plan as the search has it."""
     cost = cost_plan(costs, plan)
-    return Candidate(plan=plan, cost=cost, shape=first_shape(plan, cost))
+    return Candidate(plan=plan, cost=cost, shape=shape_of_plan(plan, cost))
 
 
 def stage_times(

@@ -90,6 +90,8 @@ def check_problem(seed: int) -> tuple[str, list[str]]:
     faults = [*faults_of(problem, search, plan)]
     if plan != found.best.plan:
         faults.append("the plan differs from the one in its file")
+    even = validate_plan(found.even_split.plan) if found.even_split else ()
+    faults += [f"even split: {violation}" for violation in even]
     return "plan", faults
 
 

@@ -55,13 +55,18 @@ class Candidate:
         return self.cost.step_seconds
 
 
-def first_shape(plan: Plan, cost: PlanCost) -> Shape:
-    """The shape of a plan's first pipeline; for mixed pipelines where no shape has a candidate."""
+def shape_of_plan(plan: Plan, cost: PlanCost) -> Shape:
+    """The shape of a plan's pipelines, or of the first one where they are not of as many stages and alike."""
+    first = plan.pipelines[0]
+    kinds = {(own.micro_batch_size, own.num_micro_batches, len(own.stages)) for own in plan.pipelines}
+    count = len(plan.pipelines) if len(kinds) == 1 else 1
+    groups = [[tuple(own.replicas) for own in cost.stages if own.pipeline == d] for d in range(count)]
     return Shape(
         schedule=plan.schedule,
-        micro_batch_size=plan.pipelines[0].micro_batch_size,
-        num_micro_batches=plan.pipelines[0].num_micro_batches,
-        slots=tuple((tuple(stage.replicas),) for stage in cost.stages if stage.pipeline == 0),
+        micro_batch_size=first.micro_batch_size,
+        num_micro_batches=first.num_micro_batches,
+        slots=tuple(zip(*groups, strict=True)),
+        sharded=plan.optimizer_sharding,
     )
 
 
@@ -70,7 +75,7 @@ def judge(space: Space, plan: Plan, shape: Shape | None = None) -> Candidate | N
     if not is_wanted(plan, space.options):
         return None
     cost = cost_plan(space.costs, plan)
-    return Candidate(plan=plan, cost=cost, shape=shape or first_shape(plan, cost)) if cost.fits else None
+    return Candidate(plan=plan, cost=cost, shape=shape or shape_of_plan(plan, cost)) if cost.fits else None
 
 
 def is_wanted(plan: Plan, options: Options) -> bool:

@@ -25,6 +25,9 @@ from yuan_train.planner.search.special import check_special, may_be_special, wit
 LISTING_SHARE = 1 / 2
 """Of the time, for listing the shapes; what is not listed by then is not searched."""
 
+MOST_EVEN = 4
+"""Numbers of equal pipelines that are cut evenly, to compare a plan of unlike ones with."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plans:
@@ -108,17 +111,22 @@ def _has_unproven(space: Space) -> bool:
 
 
 def even_split(space: Space, plans: Plans, best: Candidate) -> tuple[Candidate | None, str]:
-    """The even split that a plan is compared with, and if there is none the reason."""
+    """The even split that a plan is compared with, and if there is none the reason: the plan's own shape cut
+    evenly; or, of unlike pipelines and single stages, the fastest of a few numbers of equal pipelines."""
     if not plans.shapes and plans.has_all_shapes:
         return None, "the cards do not divide into equal pipelines"
     # Its price is one plan's: nothing on few cards, seconds on thousands.
     if not plans.shapes or (space.is_over() and len(space.cards) > FEW_CARDS):
         return None, "search.time_limit was over before its turn"
-    shape = best.shape if len(best.shape.slots) > 1 else plans.shapes[0]
-    num_layers = space.costs.problem.model.num_layers
-    if len(shape.slots) > num_layers:
-        return None, f"it would have {len(shape.slots)} stages, and the model has {num_layers} layers"
-    return _cut_evenly(space.costs, shape, space.options), ""
+    num_layers, own = space.costs.problem.model.num_layers, best.shape
+    shapes = {one.num_pipelines: one for one in reversed(plans.shapes) if len(one.slots) <= num_layers}
+    if 1 < len(own.slots) <= num_layers and len(best.plan.pipelines) == own.num_pipelines:
+        shapes = {own.num_pipelines: own}
+    if not shapes:
+        count = len(plans.shapes[0].slots)
+        return None, f"it would have {count} stages, and the model has {num_layers} layers"
+    cuts = [_cut_evenly(space.costs, shapes[n], space.options) for n in sorted(shapes)[:MOST_EVEN]]
+    return min(cuts, key=lambda cut: (not cut.cost.fits, cut.step_seconds)), ""
 
 
 def _cut_evenly(costs: Costs, shape: Shape, options: Options) -> Candidate:

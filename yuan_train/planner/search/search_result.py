@@ -101,7 +101,7 @@ def _why_idle(name: str, cards: Sequence[Card], idle: Sequence[Card], best: Cand
 def notes_of(costs: Costs, cost: PlanCost) -> tuple[str, ...]:
     """Where the numbers of each type of card come from, and of links where some were measured."""
     notes = (
-        f"{name}: {stage.note}" + _width_note(stage)
+        f"{name}: {stage.note}{_width_note(stage)}"
         for stage in cost.stages
         for name in dict.fromkeys(card.type for card in stage.cards)
     )
