@@ -54,9 +54,9 @@ PROBE_SECONDS = 2.0
 def plan_again(
     problem: PlanProblem, search: SearchConfig, micro_batch_size: int
 ) -> SearchResult | NoPlanFits | ConfigError:
-    """What a search finds, or why it finds nothing."""
+    """What one search finds, or why it finds nothing."""
     try:
-        return search_plan(problem, search, micro_batch_size=micro_batch_size)
+        return search_plan(problem, search, micro_batch_size=micro_batch_size, again=False)
     except (NoPlanFits, ConfigError) as error:
         return error
 
