@@ -272,9 +272,12 @@ def _parts(spaces: Sequence[core.SpaceTable]) -> list[core.SpaceTable]:
     last = spaces[-1]
     if beside := last.schedules & ~(1 << NAMES.index("1f1b")):
         spaces = spaces if beside == last.schedules else [*spaces, last.changed(schedules=beside)]
-    counts = (1 << 1, 1 << 2, ANY)
-    parts = [own.changed(pipelines=own.pipelines & some) for own in spaces for some in counts]
-    return [own for own in parts if own.pipelines]
+    return [
+        own.changed(pipelines=own.pipelines & some)
+        for own in spaces
+        for some in (1 << 1, 1 << 2, ANY)
+        if own.pipelines & some or some == ANY
+    ]
 
 
 def _wants_memory(search: _Search, space: core.SpaceTable, known: Sequence[_Known]) -> bool:
