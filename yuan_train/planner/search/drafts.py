@@ -59,7 +59,7 @@ NUM_JUDGED_BESIDE = 5
 """The same of those with something on hosts, of which `cost_plan` places copy after copy."""
 FIRST_SEED = 300
 """Of the random numbers of the searches, which count on from it; docs/benchmarks-planner.md tried three."""
-VIRTUAL = 1 << NAMES.index("interleaved_1f1b")
+PLAIN, VIRTUAL = 1 << NAMES.index("1f1b"), 1 << NAMES.index("interleaved_1f1b")
 ANY = 2**64 - 1
 """The set of all counts."""
 
@@ -213,10 +213,9 @@ def search_space(
     worth more than one that is longer, and the last one goes on from it. Some run under 1F1B alone: under
     another schedule nearly all plans may be faster, and none the fastest.
     """
-    plain = 1 << NAMES.index("1f1b")
     # Plans with virtual stages alone are split from others.
-    others, only = space.schedules & ~VIRTUAL or plain, not space.schedules & ~VIRTUAL
-    sets = list(dict.fromkeys((others & plain or others, others)))
+    others, only = space.schedules & ~VIRTUAL or PLAIN, not space.schedules & ~VIRTUAL
+    sets = list(dict.fromkeys((others & PLAIN or others, others)))
     spaces = [space.changed(schedules=schedules, may_offload=0, may_send=0) for schedules in sets]
     hosts, later = space.changed(schedules=others), list[list[_Known]]()
     found, beside = _restarted(search, spaces), list[_Known]()
@@ -270,7 +269,7 @@ def _restarted(search: _Search, spaces: Sequence[core.SpaceTable]) -> list[list[
 def _parts(spaces: Sequence[core.SpaceTable]) -> list[core.SpaceTable]:
     """The spaces and the last one without 1F1B; of each, plans of one pipeline, of two, and of any number."""
     last = spaces[-1]
-    if beside := last.schedules & ~(1 << NAMES.index("1f1b")):
+    if beside := last.schedules & ~PLAIN:
         spaces = spaces if beside == last.schedules else [*spaces, last.changed(schedules=beside)]
     return [
         own.changed(pipelines=own.pipelines & some)

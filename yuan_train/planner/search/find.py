@@ -115,7 +115,7 @@ def even_split(space: Space, plans: Plans, best: Candidate) -> tuple[Candidate |
     evenly; or, of unlike pipelines and single stages, the fastest of a few numbers of equal pipelines."""
     if not plans.shapes and plans.has_all_shapes:
         return None, "the cards do not divide into equal pipelines"
-    # Its price is one plan's: nothing on few cards, seconds on thousands.
+    # Its price is that of a few plans: nothing on few cards, seconds on thousands.
     if not plans.shapes or (space.is_over() and len(space.cards) > FEW_CARDS):
         return None, "search.time_limit was over before its turn"
     num_layers, own = space.costs.problem.model.num_layers, best.shape
