@@ -129,9 +129,9 @@ def cost_plan(costs: Costs, plan: Plan) -> PlanCost:
     """The cost of any valid plan. Raises PlanError if a card is not in the cluster, has another type there,
     or lacks the precision; and for pipelines that divide the experts of a layer differently, which are not
     priced."""
-    check_alike(plan)
     costs = costs.for_plan(plan)
     placed = place_plan(costs, plan)
+    check_alike(plan)
     shapes = [program_shape(plan, p) for p in range(len(plan.pipelines))]
     rows = _stage_rows(costs, placed, shapes)
     sends = send_seconds(costs.topology, rows)

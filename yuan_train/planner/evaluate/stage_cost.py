@@ -128,6 +128,7 @@ def stage_cost(
     """The cost of stage s of pipeline p, by its slowest replica (or card with experts) and tightest card;
     `shape` is the pipeline's."""
     pipeline, stage = plan.pipelines[p], plan.pipelines[p].stages[s]
+    count = _stage_in_flight(shape, pipeline, s)
     parts = _parts(costs, plan, replicas, pipeline.micro_batch_size, stage)
     first = parts[: len(replicas[0]) if plan.divides_experts else 1]
     sender = (max(first, key=_seconds) if len(first) > 1 else first[0]).units.units
@@ -140,7 +141,6 @@ def stage_cost(
     hosts, own = list(of_card.values()), [of_card[card] for card in slowest.cards if card in of_card]
     heads = (set(stage.replicas) <= set(other.replicas) for other in pipeline.stages if other.head)
     twice, precision = stage.embedding and costs.ties and any(heads), costs.problem.precision
-    count = _stage_in_flight(shape, pipeline, s)
     leaving = leaving_activations(plan, p, s, shape, units, own)
     pages = leaving_parameters(stage, units, hosts, precision=precision)
     every = [part.units for part in parts]
