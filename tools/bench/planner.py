@@ -17,6 +17,7 @@ from tools.bench.problems import (
     large_problem,
     mixed_problem,
     small_problem,
+    with_external_profile,
 )
 from yuan_train.config.devices import GIB
 from yuan_train.config.errors import ConfigError, NoPlanFits
@@ -29,6 +30,13 @@ from yuan_train.planner.search.search_result import SearchResult
 EXPECTED, MOST_OFF = 166.8, 0.03
 """Seconds of a step of 51B, by a prototype of the search."""
 WIDEST: dict[str, Any] = {"offload": ("optimizer", "activations")}
+WIDEST_EXTERNAL: dict[str, Any] = WIDEST | {
+    "schedule": ("1f1b", "zero_bubble", "interleaved_1f1b"),
+    "tensor": (1, 2, 4),
+    "micro_batch_size": (1, 2, 3, 4, 6, 8, 12),
+    "replicas": tuple(range(1, 13)),
+}
+"""With an external profile keys that are left open allow less, so that all are named."""
 CHAINS: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"schedule": ("1f1b",)}, {"schedule": ("1f1b", "zero_bubble")}),
     ({"schedule": ("zero_bubble",)}, {"schedule": ("1f1b", "zero_bubble")}),
@@ -45,7 +53,7 @@ CHAINS: tuple[tuple[dict[str, Any], ...], ...] = (
         {"schedule": ("1f1b",), "offload": ()},
     ),
 )
-"""Keys from narrow to wide; the widest search of all, with the keys left open, ends each."""
+"""Keys from narrow to wide; the widest search of all ends each."""
 
 
 @case(
@@ -90,12 +98,21 @@ def effort(cluster: str | int, effort: Effort) -> Row:
     return row if effort == "normal" else row | {"gain": 1 - row["step s"] / found("normal")}
 
 
-@case("planner/choice", formats={"slower by": ".2%", "CPU s": ".1f"}, seed=tuple(range(60)), chains=(2,))
-def choice(seed: int, chains: int) -> Row:
-    """Whether more choice makes the plan slower: random clusters, with every key open and with fewer."""
+@case(
+    "planner/choice",
+    formats={"slower by": ".2%", "CPU s": ".1f"},
+    seed=tuple(range(60)),
+    chains=(2,),
+    external=(False, True),
+)
+def choice(seed: int, chains: int, external: bool) -> Row:
+    """Whether more choice makes the plan slower: random clusters, by estimates and with times that another
+    program measured, with every key open and with fewer."""
     problem = small_problem(seed)
+    if external:
+        problem = with_external_profile(problem, seed)
     chosen = random.Random(seed).sample(CHAINS, min(chains, len(CHAINS)))
-    row: Row = {"seed": seed, "cards": len(problem.cluster.cards)}
+    row: Row = {"seed": seed, "external": external, "cards": len(problem.cluster.cards)}
     with cost(row):
         found = list(violations(problem, chosen))
     keys, wider, loss = max(found, key=lambda one: one[2])
@@ -109,10 +126,12 @@ def violations(
     """(keys, wider keys, part of its step by which the wider search's plan is slower; 0 or less if it is
     not), of all neighbours in the chains."""
     known: dict[str, float] = {}
+    is_external = problem.profile is not None and problem.profile.is_whole
+    widest = WIDEST_EXTERNAL if is_external else WIDEST
 
     def seconds(keys: dict[str, Any]) -> float:
         if repr(keys) not in known:
-            search = SearchConfig(time_limit=600.0, simplicity=0.0, **(WIDEST | keys))
+            search = SearchConfig(time_limit=600.0, simplicity=0.0, **(widest | keys))
             found = _plan(problem, search)
             known[repr(keys)] = found.best.step_seconds if found else math.inf
         return known[repr(keys)]

@@ -15,9 +15,10 @@ from yuan_train.config.cluster import Cluster, Host, Link, NodeGroup, load_clust
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan, ScheduleName
+from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.plan_problem import PlanProblem
-from yuan_train.planner.costs.unit_costs import Costs
+from yuan_train.planner.costs.unit_costs import Costs, UnitCost, make_costs
 from yuan_train.planner.search.candidate import Space, TimeLimit
 from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan
 
@@ -127,6 +128,30 @@ def small_problem(seed: int) -> PlanProblem:
         global_batch_size=chance.choice((6, 8, 12)),
         precision="bf16",
     )
+
+
+def with_external_profile(problem: PlanProblem, seed: int) -> PlanProblem:
+    """The same with the times that another program measured of its cards, at some widths and sizes, and
+    without or with full recompute: near the estimates, and none like another."""
+    chance, costs = random.Random(f"profile-{seed}"), make_costs(problem)
+    kinds: tuple[Recompute, ...] = chance.choice((("none",), ("none", "full")))
+    widths = chance.choice(((1,), (1, 2), (1, 2, 4)))
+    entries: list[ProfileEntry] = []
+
+    def measured(unit: UnitCost, pace: float) -> UnitProfile:
+        backward = unit.backward_seconds * pace * chance.uniform(0.9, 1.1)
+        own = {name: getattr(unit, name) for name in ("state_bytes", "activation_bytes", "output_bytes")}
+        return UnitProfile(forward_seconds=unit.forward_seconds * pace, backward_seconds=backward, **own)
+
+    for name in problem.cluster.device_types:
+        speed, lost, sizes = chance.uniform(0.6, 1.5), chance.random() / 4, chance.choice(((1,), (1, 2, 4)))
+        for width, size, kind in itertools.product(widths, sizes, kinds):
+            units, pace = costs.of(name, size, kind, width).units, speed * width**lost
+            first, *layers, last = (measured(unit, pace * chance.uniform(0.95, 1.05)) for unit in units)
+            own = ProfileEntry(device_type=name, embedding=first, layers=tuple(layers), head=last)
+            entries.append(replace(own, tensor_parallel=width, micro_batch_size=size, recompute=kind))
+    profile = Profile(sequence_length=problem.sequence_length, precision="bf16", entries=tuple(entries))
+    return replace(problem, profile=profile)
 
 
 NAMED = {

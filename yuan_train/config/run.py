@@ -318,7 +318,7 @@ class SearchConfig:
     micro_batch_size: Counts | None = None
     """Sequences per micro-batch; None: any, from train.micro_batch_size on; with a profile those measured."""
     replicas: Counts | None = None
-    """Replicas per stage; None: 1, and on few cards without a profile also 2."""
+    """Replicas per stage; None: any number, with an external profile 1."""
     optimizer_sharding: tuple[bool, ...] | None = None
     """Whether the owners of the same layers divide their optimizer state (ZeRO-1)."""
     sequence_parallel: Annotated[tuple[bool, ...], MinLen(1)] = (False,)
@@ -326,7 +326,7 @@ class SearchConfig:
     recompute: Annotated[tuple[Recompute, ...], MinLen(1)] | None = None
     """What is computed again in the backward in place of being kept."""
     schedule: Annotated[tuple[ScheduleName, ...], MinLen(1)] | None = None
-    """None: 1f1b, and where that gains zero_bubble and interleaved_1f1b."""
+    """None: 1f1b, and where that gains zero_bubble and interleaved_1f1b; with an external profile 1f1b."""
     device_order: Literal["fixed", "free"] = "free"
     """`fixed`: stages take the cards in the order of the cluster file."""
     use_all_devices: bool = False

@@ -18,10 +18,10 @@ SEARCH = SearchConfig(schedule=("1f1b",), micro_batch_size=(1,), offload=(), use
 
 
 def layers_of(plan: Plan, device: str) -> float:
-    """Layers of a card for each micro-batch, over all pipelines."""
+    """Layers of a card for each of its micro-batches, over all pipelines."""
     rank = next(entry.rank for entry in plan.ranks if entry.device == device)
     return sum(
-        stage.num_layers * p.num_sequences
+        stage.num_layers * p.num_sequences / len(stage.replicas)
         for p in plan.pipelines
         for stage in p.stages
         if rank in stage.ranks

@@ -122,7 +122,8 @@ struct space {
     int32_t recomputes, schedules, shardings; /* sets of numbers: bit i for number i */
     uint64_t pipelines, replicas;             /* sets of counts, up to 63 */
     int32_t may_offload, may_send, uses_all;
-    int32_t like_owners; /* whether what is not sharded may be stepped by owners alone that compute alike */
+    int32_t like_owners; /* whether only owners that compute alike may step what is not sharded; 2: of a tied table too,
+                          * also where costs count it as two */
     int32_t is_ordered;  /* whether the stages of a pipeline are in the order of the pools */
     int32_t is_even;     /* one width, a replica a stage, pipelines cut alike with equal shares, no depths */
     int32_t is_plain;      /* schedules at their own depths; of a stage's layers all are recomputed or none */

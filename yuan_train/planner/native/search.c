@@ -83,7 +83,7 @@ static int has_unlike_owners(const struct search *search, const struct draft *dr
     int32_t units = search->problem->num_units;
     for (int32_t u = 0; u < units; u++) {
         const struct draft_stage *first = &draft->stages[evaluator->stage_of[u]];
-        int32_t tied = u == 0 && search->problem->is_tied;
+        int32_t tied = u == 0 && search->space->like_owners > 1;
         for (int32_t p = 0; p < draft->num_pipelines * (1 + tied); p++) {
             size_t own = (size_t)(p % draft->num_pipelines) * units + (p < draft->num_pipelines ? u : units - 1);
             const struct draft_stage *stage = &draft->stages[evaluator->stage_of[own]];

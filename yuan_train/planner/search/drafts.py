@@ -342,7 +342,7 @@ def draft_space(options: Options, problem: PlanProblem) -> core.SpaceTable:
         int(options.offload),
         int(options.offload_activations and not problem.compile),
         int(options.use_all_devices),
-        int(True in options.sharded),
+        int(True in options.sharded) * (1 + problem.model.tie_embeddings),
         int(options.fixed_order),
         int(options.expressible),
         int(options.plain),

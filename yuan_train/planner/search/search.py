@@ -30,7 +30,7 @@ from yuan_train.planner.search.search_result import (
     runners_up,
     with_forecast,
 )
-from yuan_train.planner.search.shapes import Options, as_plain, read_options
+from yuan_train.planner.search.shapes import Options, read_options
 
 BRIEF = 1 / 8
 """Of the effort, what a search that is not thorough takes."""
@@ -60,7 +60,13 @@ def search_plan(
     ConfigError if the search keys, the batch or the precision exclude every plan, NoPlanFits (with the
     nearest miss) if no plan fits the cards, SearchStopped if the time limit came first.
     """
-    options = _options(problem, search, micro_batch_size=micro_batch_size)
+    options = read_options(
+        search,
+        micro_batch_size=micro_batch_size,
+        model=problem.model,
+        profile=problem.profile,
+        num_cards=len(problem.cluster.cards),
+    )
     options = replace(options, effort=options.effort * (1.0 if thorough else BRIEF), searches_again=again)
     # Groups of more cards than a sequence has tokens do not divide them.
     divisible = problem.sequence_length >= max(options.tensor)
@@ -115,23 +121,6 @@ def _search(
         num_simulated=plans.num_simulated,
         notes=(*notes, *passed_over(best, faster), *simplicity_note(best, kept[0])),
     )
-
-
-def _options(problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int) -> Options:
-    """The search keys for a problem. Of sizes those count that its profile has of every type of card."""
-    entries = problem.profile.entries if problem.profile else ()
-    sizes: dict[str, set[int]] = {}
-    for entry in entries:
-        sizes.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
-    options = read_options(
-        search,
-        micro_batch_size=micro_batch_size,
-        model=problem.model,
-        measured_widths=tuple(sorted({entry.tensor_parallel for entry in entries})),
-        measured_sizes=tuple(sorted(set[int].intersection(*sizes.values()))) if sizes else (),
-        num_cards=len(problem.cluster.cards),
-    )
-    return as_plain(options) if problem.profile is not None and problem.profile.is_whole else options
 
 
 def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:

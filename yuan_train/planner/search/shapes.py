@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, get_args
 
@@ -18,6 +18,7 @@ from yuan_train.config.errors import ConfigError
 from yuan_train.config.express import narrowed
 from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
+from yuan_train.config.profile import Profile, ProfileEntry
 from yuan_train.config.run import Effort, Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.plan_problem import Replica, plan_on_cards
 from yuan_train.planner.costs.unit_costs import Costs
@@ -95,7 +96,7 @@ class Options:
     searches_again: bool = True
     """Whether few cards are searched until the fastest plan is found twice."""
     plain: bool = False
-    """Plans as a foreign profile can tell them: see `as_plain`."""
+    """Plans as an external profile can tell them, without warm-ups of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,42 +121,44 @@ def read_options(
     *,
     micro_batch_size: int,
     model: ModelConfig,
-    measured_widths: tuple[int, ...] = (),
-    measured_sizes: tuple[int, ...] = (),
+    profile: Profile | None = None,
     num_cards: int = 1,
 ) -> Options:
     """The search keys, restricted to what the engine runs.
 
-    With a profile, only the widths and micro-batch sizes that it has measured are tried unless the search
-    keys name others: estimates must not compete with measurements. Values that cannot run are dropped from a
-    list; raises ConfigError for a key that has no others.
+    With a profile, only the widths that it has measured are tried, and the micro-batch sizes that it has of
+    every type, unless the search keys name others: estimates must not compete with measurements. An external
+    one says nothing of split backwards, replicas that take turns or hosts, which a key has to name. Values
+    that cannot run are dropped from a list; raises ConfigError for a key that has no others.
     """
-    joined = ", ".join
+    entries, is_external = profile.entries if profile else (), profile is not None and profile.is_whole
+    measured = tuple(sorted({entry.tensor_parallel for entry in entries}))
     expressible = search.engine is not None and "yuan" not in search.engine
     if expressible:
         search = narrowed(search)
-    widths = tuple(search.tensor or measured_widths or WIDTHS)
+    widths = tuple(search.tensor or measured or WIDTHS)
     divided = model.spec.tensor_sizes(model).values()
     even = tuple(w for w in sorted(set(widths)) if all(size % w == 0 for size in divided))
     tensor = _allowed("tensor", search.tensor, even, "1")
-    replicas = search.replicas or ((1,) if measured_widths or num_cards > MAX_REPLICATED_CARDS else (1, 2))
+    replicas = search.replicas or ((1,) if is_external or num_cards > MAX_REPLICATED_CARDS else (1, 2))
     kinds: tuple[Recompute, ...] = get_args(Recompute)
     schedules: tuple[ScheduleName, ...] = get_args(ScheduleName)
     given = search.schedule or schedules[:1]
-    named: tuple[ScheduleName, ...] = _allowed("schedule", given, schedules, joined(schedules))
+    named: tuple[ScheduleName, ...] = _allowed("schedule", given, schedules, ", ".join(schedules))
     sizes = tuple(dict.fromkeys(search.micro_batch_size or (micro_batch_size,)))
+    may_leave = search.tiers if search.offload is not None or not is_external else ()
     return Options(
-        recompute=_allowed("recompute", search.recompute, kinds, joined(kinds)),
+        recompute=_allowed("recompute", search.recompute, kinds, ", ".join(kinds)),
         # Shapes are of one schedule where they can be; the searches that begin with them try others.
         schedules=("1f1b",) if "1f1b" in named else named,
-        all_schedules=named if search.schedule else ALL_SCHEDULES,
+        all_schedules=named if search.schedule or is_external else ALL_SCHEDULES,
         pipelines=search.pipelines,
         num_micro_batches=search.num_micro_batches,
         micro_batch_sizes=sizes,
-        all_sizes=search.micro_batch_size or tuple(sorted({*sizes, *(measured_sizes or ALL_SIZES)})),
+        all_sizes=search.micro_batch_size or tuple(sorted({*sizes, *_measured_sizes(entries)})),
         tensor=tensor,
         replicas=tuple(sorted(set(replicas))),
-        any_replicas=search.replicas is None and not measured_widths,
+        any_replicas=search.replicas is None and not is_external,
         sharded=_allowed("optimizer_sharding", search.optimizer_sharding, (True, False), "false"),
         tied=model.tie_embeddings,
         fixed_order=search.device_order == "fixed",
@@ -163,30 +166,24 @@ def read_options(
         half_layers=search.half_layers,
         divide_experts=search.divide_experts,
         expert_widths=tuple(sorted(set(search.tensor or ()))),
-        offload="optimizer" in search.tiers,
+        offload="optimizer" in may_leave,
         keeps_to_cards=search.offload is None,
         expressible=expressible,
-        offload_activations="activations" in search.tiers,
-        offload_parameters="parameters" in search.tiers,
-        offload_disk="disk" in search.tiers,
-        simplicity=search.simplicity,
+        offload_activations="activations" in may_leave,
+        offload_parameters="parameters" in may_leave,
+        offload_disk="disk" in may_leave,
+        plain=is_external,
+        simplicity=0.0 if is_external else search.simplicity,
         effort=EFFORTS[search.effort],
     )
 
 
-def as_plain(options: Options) -> Options:
-    """The options of a foreign profile, whose plans keep each schedule's own warm-up: it
-    says nothing of deeper ones, split backwards, halves of layers or what lies on hosts."""
-    return replace(
-        options,
-        plain=True,
-        simplicity=0.0,
-        all_schedules=options.schedules,
-        all_sizes=options.micro_batch_sizes,
-        offload=False,
-        offload_activations=False,
-        half_layers=False,
-    )
+def _measured_sizes(entries: Sequence[ProfileEntry]) -> Collection[int]:
+    """Micro-batch sizes that a profile has of every type of card; without a profile, ALL_SIZES."""
+    sizes: dict[str, set[int]] = {}
+    for entry in entries:
+        sizes.setdefault(entry.device_type, set()).add(entry.micro_batch_size)
+    return set[int].intersection(*sizes.values()) if sizes else ALL_SIZES
 
 
 def _allowed(key: str, given: Sequence[T] | None, known: tuple[T, ...], add: str) -> tuple[T, ...]:
