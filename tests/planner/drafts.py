@@ -10,10 +10,9 @@ from typing import Any
 
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables
-from yuan_train.planner.native import evaluator
-from yuan_train.planner.native.evaluator import MAX_REPLICAS, DraftTable, PipelineRow, StageRow, most_stages
+from yuan_train.planner.native import core
+from yuan_train.planner.native.core import MAX_REPLICAS, NAMES, DraftTable, PipelineRow, StageRow, most_stages
 from yuan_train.planner.native.library import structure
-from yuan_train.planner.native.pipelines import NAMES
 from yuan_train.schedule.copies import DEFAULT_AHEAD
 
 structure("stage_price")
@@ -22,7 +21,7 @@ _Price = structure("price")
 
 def price_of(tables: Tables, draft: DraftTable) -> Any:
     """`struct price` of a draft, its stages' own among it; None if one of its groups cannot be."""
-    price, price_draft = _Price(), evaluator.load_library().price_draft
+    price, price_draft = _Price(), core.load_library().price_draft
     price_draft.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_double, ctypes.c_void_p]
     pointers = ctypes.addressof(draft), ctypes.addressof(price)
     with tables.evaluator.borrowed() as own:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.planner.by_hand import stage_times
 from yuan_train.config.cluster import Sends
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate, simulate_schedule
-from yuan_train.planner.native.pipelines import run_rounds
+from yuan_train.planner.native.core import run_rounds
 from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import one_worker_each
 

@@ -17,19 +17,19 @@ import pytest
 from tests.planner.native.test_price import random_problem
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.native import evaluator, library, pipelines
+from yuan_train.planner.native import core, library
 from yuan_train.planner.search.search import search_plan
 
 ROOT = Path(__file__).parents[3]
 RANDOM_PLANS = """
 import ctypes, random, sys
 from tests.planner.native import test_price, test_prove
-from yuan_train.planner.native import evaluator, pipelines
+from yuan_train.planner.native import core
 
-evaluator.load_library = pipelines.load_library = lambda: ctypes.CDLL(sys.argv[1])
+core.load_library = lambda: ctypes.CDLL(sys.argv[1])
 draw = random.Random(1)
 for _ in range(150):
-    name, stages, count = draw.choice(pipelines.NAMES), draw.randint(1, 8), draw.randint(1, 40)
+    name, stages, count = draw.choice(core.NAMES), draw.randint(1, 8), draw.randint(1, 40)
     wide = draw.randint(1, stages)
     if name in ("interleaved_1f1b", "zero_bubble") and draw.random() < 0.5:
         workers = tuple((s % wide,) for s in range(stages))
@@ -38,11 +38,11 @@ for _ in range(150):
         numbers = iter(range(sum(replicas)))
         workers = tuple(tuple(next(numbers) for _ in range(n)) for n in replicas)
     times = [[draw.random() for _ in range(n)] for n in (stages, stages, stages, stages - 1, stages - 1)]
-    made = pipelines.native_schedule(name, workers, count, None)
+    made = core.native_schedule(name, workers, count, None)
     made.operations(), made.held
-    pipelines.run_schedule(made, times, blocking=draw.random() < 0.5)
+    core.run_schedule(made, times, blocking=draw.random() < 0.5)
     depths = tuple(sorted((draw.randint(1, 12) for _ in range(stages)), reverse=True))
-    pipelines.run_rounds(depths, draw.choice((count, 10 * count)), times)
+    core.run_rounds(depths, draw.choice((count, 10 * count)), times)
 test_price.test_the_core_prices_a_step_as_it_is_defined(0)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(100)
 test_price.test_profiles_and_other_libraries_are_priced_as_defined(101)
@@ -108,8 +108,7 @@ def test_where_there_is_no_compiler_the_package_ziglang_compiles(
     assert built.name == library.library_name()
     problem, search = random_problem(random.Random(3)), SearchConfig(effort="quick", time_limit=600.0)
     own = search_plan(problem, search, micro_batch_size=1, thorough=False).best.plan
-    for module in (evaluator, pipelines):
-        monkeypatch.setattr(module, "load_library", lambda: ctypes.CDLL(str(built)))
+    monkeypatch.setattr(core, "load_library", lambda: ctypes.CDLL(str(built)))
     assert search_plan(problem, search, micro_batch_size=1, thorough=False).best.plan == own
 
 

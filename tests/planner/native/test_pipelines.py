@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.planner.by_hand import stage_times
 from yuan_train.planner.evaluate.simulator import StageTimes, order_operations, simulate, simulate_schedule
-from yuan_train.planner.native.pipelines import native_schedule, run_schedule
+from yuan_train.planner.native.core import native_schedule, run_schedule
 from yuan_train.schedule.schedules import ProgramShape, make_schedule, peak_in_flight
 from yuan_train.schedule.step import Workers, one_worker_each
 

@@ -32,8 +32,7 @@ from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.memory import TooFewResidentInPlan
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
-from yuan_train.planner.native.evaluator import DraftTable, SpaceTable
-from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.planner.native.core import NAMES, DraftTable, SpaceTable
 
 SIZES, WIDTHS = (1, 2), (1, 2, 4)
 

@@ -19,7 +19,7 @@ from yuan_train.config.profile import HostProfile, Profile, merge_profiles
 from yuan_train.config.run import SearchConfig, Tier
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.native import evaluator as core
+from yuan_train.planner.native import core
 from yuan_train.planner.report.plan import plan_table
 from yuan_train.planner.search import drafts
 from yuan_train.planner.search.candidate import beside_cards

@@ -20,7 +20,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.native.evaluator import Evaluator
+from yuan_train.planner.native.core import Evaluator
 from yuan_train.planner.search.candidate import (
     NAMES,
     Candidate,
@@ -111,7 +111,7 @@ def test_a_plan_does_not_depend_on_how_many_processors_search_it(monkeypatch: py
     """Activations on hosts among it, whose copies an evaluator keeps from one price to the next."""
     found = list[tuple[Plan, int]]()
     for processors in (1, 3):
-        monkeypatch.setattr("yuan_train.planner.native.evaluator.NUM_PROCESSORS", processors)
+        monkeypatch.setattr("yuan_train.planner.native.core.NUM_PROCESSORS", processors)
         search = SearchConfig(effort="quick", time_limit=3600.0)
         result = search_plan(mixed_problem(216), search, micro_batch_size=1)
         assert any(stage.activation_offload for stage in result.best.plan.stages)

@@ -47,7 +47,7 @@ from yuan_train.planner.costs.unit_costs import Costs, Source, UnitCost
 from yuan_train.planner.evaluate.memory import pipeline_copies, pipeline_pages
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, program_shape, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import StageCost, stage_cost, sum_over_cards
-from yuan_train.planner.native.pipelines import Sent
+from yuan_train.planner.native.core import Sent
 from yuan_train.schedule.schedules import ProgramShape
 from yuan_train.schedule.step import Workers
 

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from yuan_train.config.cluster import Sends
 from yuan_train.config.plan import Plan
-from yuan_train.planner.native import pipelines
+from yuan_train.planner.native import core
 from yuan_train.schedule.copies import PagedGroups, PartSteps, kept_by
 from yuan_train.schedule.schedules import ProgramShape, make_schedule
 from yuan_train.schedule.step import (
@@ -118,19 +118,19 @@ class StageTimes:
 class Played(NamedTuple):
     """Operations, and the start and end of each."""
 
-    operations: tuple[pipelines.Operation, ...]
+    operations: tuple[core.Operation, ...]
     spans: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation(pipelines.RunSeconds):
+class Simulation(core.RunSeconds):
     """The forwards and backwards of one optimizer step, on one pipeline."""
 
     stall_seconds: tuple[float, ...]
     """Of each worker: how long it waits for copies of activations or pages, inside its compute steps."""
     play: Callable[[], Played]
     """Runs every operation, also those that the figures above did not take."""
-    native: pipelines.NativeRun | None = None
+    native: core.NativeRun | None = None
     """The run of the core, if it was one: it has the last messages."""
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class Simulation(pipelines.RunSeconds):
         return self.play()
 
     @property
-    def operations(self) -> tuple[pipelines.Operation, ...]:
+    def operations(self) -> tuple[core.Operation, ...]:
         """The operations, in an order in which each follows what it waits for."""
         return self.played.operations
 
@@ -147,7 +147,7 @@ class Simulation(pipelines.RunSeconds):
         """Start and end of each of `operations`."""
         return self.played.spans
 
-    def sent_after(self, seconds: float) -> list[pipelines.Sent]:
+    def sent_after(self, seconds: float) -> list[core.Sent]:
         """The messages that arrive later than that; none that take no time."""
         if self.native is not None and seconds >= self.native.sent_from:
             return self.native.sent_after(seconds)
@@ -206,25 +206,25 @@ def simulate_schedule(
         return run()
     depths = _prompt_depths(shape) if sends == "overlapped" else None
     if depths:
-        found = pipelines.run_rounds(depths, shape.num_micro_batches, times.rows)
+        found = core.run_rounds(depths, shape.num_micro_batches, times.rows)
     else:
-        own = pipelines.native_schedule(*shape[:4])
-        found = pipelines.run_schedule(own, times.rows, blocking=sends != "overlapped")
-    seconds = {one.name: getattr(found, one.name) for one in fields(pipelines.RunSeconds)}
+        own = core.native_schedule(*shape[:4])
+        found = core.run_schedule(own, times.rows, blocking=sends != "overlapped")
+    seconds = {one.name: getattr(found, one.name) for one in fields(core.RunSeconds)}
     stalls = (0.0,) * len(found.busy_seconds)
     return Simulation(**seconds, stall_seconds=stalls, play=lambda: run().played, native=found)
 
 
 @functools.lru_cache(maxsize=64)
-def _operations(shape: ProgramShape) -> tuple[pipelines.Operation, ...]:
+def _operations(shape: ProgramShape) -> tuple[core.Operation, ...]:
     if shape.group == 1:
-        return pipelines.native_schedule(*shape[:4]).operations()
+        return core.native_schedule(*shape[:4]).operations()
     return order_operations(make_schedule(**shape._asdict()), shape.workers)
 
 
-def order_operations(schedule: Schedule, workers: Workers) -> tuple[pipelines.Operation, ...]:
+def order_operations(schedule: Schedule, workers: Workers) -> tuple[core.Operation, ...]:
     """The schedule's compute and sends, in an order in which each follows what it waits for."""
-    operations: list[pipelines.Operation] = []
+    operations: list[core.Operation] = []
     position = [0] * len(schedule)
     sent: set[tuple[bool, int, int]] = set()
     awaited: set[tuple[bool, int, int]] = set()
@@ -243,12 +243,12 @@ def order_operations(schedule: Schedule, workers: Workers) -> tuple[pipelines.Op
                 waits = kind != "backward_weight" and key in awaited
                 if waits and key not in sent:
                     break
-                operations.append(pipelines.Operation(kind, stage, micro_batch, worker, -1, waits))
+                operations.append(core.Operation(kind, stage, micro_batch, worker, -1, waits))
             else:
                 is_activation = kind == "send_activation"
                 target = stage + 1 if is_activation else stage - 1
                 peer = worker_of(workers, target, micro_batch)
-                operations.append(pipelines.Operation(kind, stage, micro_batch, worker, peer, False))
+                operations.append(core.Operation(kind, stage, micro_batch, worker, peer, False))
                 sent.add((is_activation, target, micro_batch))
                 if peer not in ready:
                     ready.append(peer)
@@ -268,7 +268,7 @@ def _prompt_depths(shape: ProgramShape) -> tuple[int, ...] | None:
 
 
 def _run(
-    operations: Sequence[pipelines.Operation],
+    operations: Sequence[core.Operation],
     workers: Workers,
     times: StageTimes,
     *,

@@ -25,7 +25,7 @@ from yuan_train.planner.evaluate.memory import (
     memory_by_position,
 )
 from yuan_train.planner.evaluate.simulator import program_shape
-from yuan_train.planner.native.pipelines import native_schedule
+from yuan_train.planner.native.core import native_schedule
 from yuan_train.schedule.schedules import ProgramShape, in_flight, make_schedule, peak_in_flight
 from yuan_train.schedule.step import RankProgram, num_workers
 

@@ -33,8 +33,7 @@ from yuan_train.planner.costs.plan_problem import (
 )
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs
 from yuan_train.planner.costs.workload import STATE_BYTES
-from yuan_train.planner.native import evaluator as core
-from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.planner.native import core
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """Kinds of recompute, by their numbers in the core."""
@@ -270,7 +269,7 @@ def plan_of(tables: Tables, draft: core.DraftTable) -> Plan:
                 stages=tuple(_stages_of(draft, line, own, rank_of)),
             )
 
-    schedule, sharded = NAMES[draft.schedule], bool(draft.is_sharded)
+    schedule, sharded = core.NAMES[draft.schedule], bool(draft.is_sharded)
     return plan_on_cards(tables.costs.problem, used, pipelines, schedule=schedule, sharded=sharded)
 
 

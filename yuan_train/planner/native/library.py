@@ -2,7 +2,8 @@
 
 setup.py builds it where the package is installed. In a checkout whose C files have changed since, or that
 was never installed, it is built when it is first asked for. The name of the built file says what it was built
-from, so a stale one is never loaded. This file imports nothing of ours at its top: setup.py runs it alone.
+from, so a stale one is never loaded. It stands alone because setup.py runs it so: it imports nothing of ours
+at its top.
 
 All machines must round alike, for equal input gives equal plans: no fused multiply-add, no sums rearranged.
 """

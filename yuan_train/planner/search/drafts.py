@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of, without_limits
-from yuan_train.planner.native import evaluator as core
-from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.planner.native import core
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options, Shape
@@ -59,7 +58,7 @@ NUM_JUDGED_BESIDE = 5
 """The same of those with something on hosts, of which `cost_plan` places copy after copy."""
 FIRST_SEED = 300
 """Of the random numbers of the searches, which count on from it; docs/benchmarks-planner.md tried three."""
-PLAIN, VIRTUAL = 1 << NAMES.index("1f1b"), 1 << NAMES.index("interleaved_1f1b")
+PLAIN, VIRTUAL = 1 << core.NAMES.index("1f1b"), 1 << core.NAMES.index("interleaved_1f1b")
 ANY = 2**64 - 1
 """The set of all counts."""
 
@@ -125,7 +124,7 @@ def draft_of_shape(tables: Tables, shape: Shape) -> core.DraftTable | None:
     size, stages = tables.sizes.index(shape.micro_batch_size), len(shape.slots)
     count = shape.num_micro_batches
     lines = [core.PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
-    draft = core.DraftTable(schedule=NAMES.index(shape.schedule), is_sharded=shape.sharded)
+    draft = core.DraftTable(schedule=core.NAMES.index(shape.schedule), is_sharded=shape.sharded)
     draft.num_pipelines, draft.num_stages = len(lines), len(rows)
     draft.pipelines = (core.PipelineRow * len(lines))(*lines)
     draft.stages = (core.StageRow * len(rows))(*rows)
@@ -327,7 +326,7 @@ def draft_space(options: Options, problem: PlanProblem) -> core.SpaceTable:
     """The search keys."""
     allowed, batch = options.num_micro_batches, problem.global_batch_size
     each = None if allowed is None else (c_uint8 * (batch + 1))(*(n in allowed for n in range(batch + 1)))
-    schedules = sum(1 << NAMES.index(name) for name in options.all_schedules)
+    schedules = sum(1 << core.NAMES.index(name) for name in options.all_schedules)
     replicas = (
         ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= core.MAX_REPLICAS)
     )

@@ -23,8 +23,7 @@ from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.planner.costs.plan_problem import plan_on_cards
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
-from yuan_train.planner.native.evaluator import DraftTable, SpaceTable, run_together
-from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.planner.native.core import NAMES, DraftTable, SpaceTable, run_together
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.drafts import FEW_CARDS, draft_space
 from yuan_train.planner.search.paged import with_disks

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 from yuan_train.config.cluster import Card
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
-from yuan_train.planner.native.evaluator import MAX_REPLICAS, ProofShape, ProofSlot
-from yuan_train.planner.native.pipelines import NAMES
+from yuan_train.planner.native.core import MAX_REPLICAS, NAMES, ProofShape, ProofSlot
 from yuan_train.planner.search.bounds import shape_bound
 from yuan_train.planner.search.candidate import Candidate, Space, judge
 from yuan_train.planner.search.drafts import draft_space
