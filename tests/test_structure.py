@@ -32,14 +32,14 @@ ROOMS = {
     "cli": (29, 7305),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6390),  # experts that a rank holds, asked of a plan
     "data": (9, 3046),
-    "estimate": (4, 1016),  # What `estimate` counts left the planner, which does not ask for it.
+    "estimate": (4, 1015),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (3, 705),
     "megatron": (4, 1115),
     "models": (15, 3415),
     "objectives": (2, 196),
     "parallel": (19, 7453),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (41, 11892),  # few cards searched again, and even splits of the whole batch
+    "planner": (40, 11881),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1391),
     "report": (5, 1725),  # cards with their state, plans over time, logs that grow
     "rl": (18, 7170),  # environments of what servers draw: a request a turn

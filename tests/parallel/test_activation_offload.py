@@ -14,8 +14,8 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import check_compile, validate_plan
 from yuan_train.parallel.copies import ActivationTiers
 from yuan_train.planner.costs.unit_costs import make_costs
-from yuan_train.planner.evaluate.memory import leaving_activations
 from yuan_train.planner.evaluate.simulator import program_shape
+from yuan_train.planner.evaluate.stage_cost import leaving_activations
 from yuan_train.train import build
 
 OVERRIDES = ("train.steps=2", "data.sequence_length=48", "validation.every=2", "optimizer.bucket_size=1")

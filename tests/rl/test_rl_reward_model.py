@@ -21,7 +21,7 @@ from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.models.transformer import Transformer
 from yuan_train.planner.costs.unit_costs import card_costs
 from yuan_train.planner.costs.workload import TokenRows
-from yuan_train.planner.evaluate.memory import scoring_bytes
+from yuan_train.planner.evaluate.stage_cost import scoring_bytes
 from yuan_train.rl.job import prepare_rl
 from yuan_train.rl.passes import ReadingModel
 from yuan_train.train.evaluate import load_trained

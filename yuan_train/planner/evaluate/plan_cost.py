@@ -44,9 +44,14 @@ from yuan_train.planner.costs.grad_reduce import (
 from yuan_train.planner.costs.links import Topology, broadcast_seconds, find_route, message_seconds
 from yuan_train.planner.costs.plan_problem import Replica
 from yuan_train.planner.costs.unit_costs import Costs, Source, UnitCost
-from yuan_train.planner.evaluate.memory import pipeline_copies, pipeline_pages
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, program_shape, simulate_schedule
-from yuan_train.planner.evaluate.stage_cost import StageCost, stage_cost, sum_over_cards
+from yuan_train.planner.evaluate.stage_cost import (
+    StageCost,
+    pipeline_copies,
+    pipeline_pages,
+    stage_cost,
+    sum_over_cards,
+)
 from yuan_train.planner.native.core import Sent
 from yuan_train.schedule.schedules import ProgramShape
 from yuan_train.schedule.step import Workers

@@ -1,4 +1,4 @@
-/* Seconds and bytes of the stages of a draft, as `evaluate/stage_cost.py` and `evaluate/memory.py` have them. */
+/* Seconds and bytes of the stages of a draft, as `evaluate/stage_cost.py` has them. */
 #include <math.h>
 
 #include "evaluator.h"

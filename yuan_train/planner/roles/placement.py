@@ -17,10 +17,9 @@ from yuan_train.planner.costs.links import Topology
 from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs, Source, card_costs, critic_of
 from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, TokenRows
-from yuan_train.planner.evaluate.memory import scoring_bytes
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate
-from yuan_train.planner.evaluate.stage_cost import StageCost
+from yuan_train.planner.evaluate.stage_cost import StageCost, scoring_bytes
 from yuan_train.planner.roles import engines
 from yuan_train.planner.roles.engines import DecodeStage, measured_rounds
 from yuan_train.planner.search.what_if import with_nodes
