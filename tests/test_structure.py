@@ -39,7 +39,7 @@ ROOMS = {
     "models": (15, 3415),
     "objectives": (2, 196),
     "parallel": (19, 7453),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (40, 11881),  # few cards searched again, and even splits of the whole batch
+    "planner": (37, 11855),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1391),
     "report": (5, 1725),  # cards with their state, plans over time, logs that grow
     "rl": (18, 7170),  # environments of what servers draw: a request a turn

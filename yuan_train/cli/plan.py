@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from yuan_train.config.run import RunConfig
     from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.planner.report.plan import Answer
-    from yuan_train.planner.search.search_result import SearchResult
+    from yuan_train.planner.search.search import SearchResult
     from yuan_train.planner.search.what_if import Largest, Rent
 
 DEFAULT_GLOBAL_BATCH_SIZE = 64

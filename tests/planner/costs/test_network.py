@@ -27,7 +27,7 @@ from yuan_train.planner.costs.links import (
 )
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.search_result import notes_of
+from yuan_train.planner.search.search import notes_of
 
 RATE = 1.25e6
 """Bytes per second of a NIC."""

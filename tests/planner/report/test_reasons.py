@@ -19,7 +19,7 @@ from yuan_train.planner.report.plan import (
     limited_by,
     slower_because,
 )
-from yuan_train.planner.search.bounds import Bound
+from yuan_train.planner.search.prove import Bound
 
 
 def test_a_bound_is_said_with_its_plans_and_what_it_knows() -> None:

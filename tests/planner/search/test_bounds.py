@@ -17,7 +17,7 @@ from yuan_train.config.profile import Profile
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.unit_costs import Costs, UnitCost, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.bounds import lower_bound
+from yuan_train.planner.search.prove import lower_bound
 from yuan_train.planner.search.shapes import Shape, make_plan, read_options
 
 SMALL = replace(MODEL, num_layers=3)

@@ -25,8 +25,7 @@ from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.plan import layer_list, plan_html, plan_json, plan_table
 from yuan_train.planner.search import drafts
-from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.search_result import SearchResult, with_forecast
+from yuan_train.planner.search.search import SearchResult, search_plan, with_forecast
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MODEL = tiny_model(

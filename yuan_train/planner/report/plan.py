@@ -24,9 +24,9 @@ from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.simulator import Simulation
 from yuan_train.planner.evaluate.stage_cost import StageCost
-from yuan_train.planner.search.bounds import Bound
 from yuan_train.planner.search.candidate import Candidate
-from yuan_train.planner.search.search_result import LeftOut, SearchResult
+from yuan_train.planner.search.prove import Bound
+from yuan_train.planner.search.search import LeftOut, SearchResult
 from yuan_train.planner.search.what_if import LIMITS, Change, OtherPrecision, Rent, Rented
 from yuan_train.report.html import bullets, key, svg, table, whole_page, whole_picture
 

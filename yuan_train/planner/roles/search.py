@@ -32,7 +32,7 @@ from yuan_train.planner.roles.engines import (
     with_slots,
     without_idle_slots,
 )
-from yuan_train.planner.search.bounds import lower_bound
+from yuan_train.planner.search.prove import lower_bound
 from yuan_train.planner.search.search import search_plan, usable_cards
 from yuan_train.planner.search.shapes import WIDTHS, deal_layers, groups_of, read_options
 

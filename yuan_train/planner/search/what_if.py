@@ -32,8 +32,7 @@ from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.plan_problem import PlanProblem, node_host_bytes
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.search_result import SearchResult
+from yuan_train.planner.search.search import SearchResult, search_plan
 
 Limit = Literal["cards", "memory", "link", "filling", "granularity"]
 LIMITS: dict[Limit, str] = {
