@@ -8,7 +8,7 @@ import torch
 from tests.support.project import parse_plan, run_config
 from yuan_train.config.errors import PlanError
 from yuan_train.config.express import check_engine
-from yuan_train.parallel.bridge import checksum
+from yuan_train.parallel.executor import checksum
 from yuan_train.parallel.gradients import BLOCK
 
 

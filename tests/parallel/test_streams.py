@@ -19,9 +19,8 @@ from tests.support.streamed_fake import FakeReceive, World, find_deadlock, run_h
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import ScheduleName
 from yuan_train.parallel.apply import make_bridge, pipeline_schedule
-from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.executor import Boundary, Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import Groups
 from yuan_train.schedule.messages import receive_for

@@ -14,8 +14,8 @@ from tests.support.project import make_project, parse_plan, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.errors import LostRank
 from yuan_train.parallel import board, groups
-from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.device import CPU, CudaDevice
+from yuan_train.parallel.executor import Boundary, Bridge
 from yuan_train.parallel.grid import Edge, Grid
 from yuan_train.parallel.groups import (
     Groups,

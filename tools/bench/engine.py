@@ -29,9 +29,8 @@ from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import Transformer, initial_rows
 from yuan_train.parallel.apply import make_bridge, parallelize, pipeline_schedule
 from yuan_train.parallel.board import join_role
-from yuan_train.parallel.bridge import Boundary
 from yuan_train.parallel.device import CPU, Device
-from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.executor import Boundary, Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import enter_role, init_distributed, make_groups, shutdown
 from yuan_train.parallel.transfer import (

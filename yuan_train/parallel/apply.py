@@ -23,10 +23,10 @@ from torch import Tensor
 from yuan_train.config.errors import PlanError
 from yuan_train.config.model import is_trained
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
-from yuan_train.parallel.bridge import Boundary, Bridge
 from yuan_train.parallel.copies import StagePages, page_slab, stage_pages
 from yuan_train.parallel.deferred import DeferredWeightGrads, take_over_weight_grads
 from yuan_train.parallel.device import Device, HostSlab
+from yuan_train.parallel.executor import Boundary, Bridge
 from yuan_train.parallel.gradients import FlatBucket, FlatParameter, GradReducer
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups

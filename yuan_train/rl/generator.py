@@ -46,8 +46,7 @@ from yuan_train.models.generate import (
 from yuan_train.models.layers import Keys
 from yuan_train.models.transformer import Cache, Transformer
 from yuan_train.parallel.apply import RankRuntime, make_forward_lane
-from yuan_train.parallel.bridge import Boundary
-from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.executor import Boundary, Executor, Stopwatch
 from yuan_train.parallel.groups import as_training_error, make_tensor_groups
 from yuan_train.parallel.transport import blame_peers
 from yuan_train.rl.experience import Ended, Episode, Sample, Ticket

@@ -45,9 +45,8 @@ from yuan_train.data.pairs import Pairs
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
-from yuan_train.parallel.bridge import checksum, same_bits
 from yuan_train.parallel.device import Device
-from yuan_train.parallel.executor import Executor, Stopwatch
+from yuan_train.parallel.executor import Executor, Stopwatch, checksum, same_bits
 from yuan_train.parallel.gradients import FlatBucket, Slice
 from yuan_train.parallel.grid import Bucket, Grid, RankCoord
 from yuan_train.parallel.groups import (
