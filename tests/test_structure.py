@@ -38,12 +38,12 @@ ROOMS = {
     "megatron": (4, 1115),
     "models": (15, 3415),
     "objectives": (2, 196),
-    "parallel": (18, 7447),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "parallel": (18, 7452),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (37, 11855),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1391),
     "report": (5, 1725),  # cards with their state, plans over time, logs that grow
     "rl": (18, 7169),  # environments of what servers draw: a request a turn
-    "schedule": (8, 2100),  # what makes programs is a value; programs with copies, which the planner had
+    "schedule": (7, 2095),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1747),  # what is reset at document ends goes with the weights
     "supervise": (5, 1961),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (14, 6397),  # it is noted how long a rank stood still

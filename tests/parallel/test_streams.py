@@ -23,8 +23,7 @@ from yuan_train.parallel.device import CPU
 from yuan_train.parallel.executor import Boundary, Executor, Stopwatch
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import Groups
-from yuan_train.schedule.messages import receive_for
-from yuan_train.schedule.schedules import forward_only, peak_in_flight
+from yuan_train.schedule.schedules import forward_only, peak_in_flight, receive_for
 from yuan_train.schedule.step import Schedule, Step, Workers
 
 LAYERS = 6

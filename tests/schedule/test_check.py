@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from tests.support.cases import table
 from yuan_train.schedule.check import check_schedule
-from yuan_train.schedule.messages import with_messages
-from yuan_train.schedule.schedules import gpipe, make_schedule, one_forward_one_backward
+from yuan_train.schedule.schedules import gpipe, make_schedule, one_forward_one_backward, with_messages
 from yuan_train.schedule.step import Kind, RankProgram, Schedule, Step, one_worker_each
 
 SCHEDULE = one_forward_one_backward(workers=one_worker_each(3), num_micro_batches=4)

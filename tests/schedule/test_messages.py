@@ -6,8 +6,14 @@ import pytest
 
 from tests.schedule.test_workers import loop, v_shape
 from yuan_train.schedule.check import check_schedule
-from yuan_train.schedule.messages import arrivals_proven, post_early, receive_for, send_after
-from yuan_train.schedule.schedules import forward_only, make_schedule
+from yuan_train.schedule.schedules import (
+    arrivals_proven,
+    forward_only,
+    make_schedule,
+    post_early,
+    receive_for,
+    send_after,
+)
 from yuan_train.schedule.step import RECEIVE_OF, Kind, Schedule, Step, Workers, one_worker_each
 
 UNITS = {"forward": 2.0, "backward": 4.0, "backward_input": 2.0, "backward_weight": 2.0}

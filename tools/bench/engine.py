@@ -46,7 +46,7 @@ from yuan_train.parallel.transfer import (
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.planner.evaluate.simulator import StageTimes, simulate
 from yuan_train.profile.links import link_ends, measure_links
-from yuan_train.schedule.messages import post_early
+from yuan_train.schedule.schedules import post_early
 from yuan_train.train.build import DTYPES, compile_part, model_parts
 from yuan_train.train.job import Position, choose_device
 

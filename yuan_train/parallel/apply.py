@@ -42,8 +42,13 @@ from yuan_train.parallel.tensor import (
 from yuan_train.parallel.zero import EngineOptions, OwnedState, make_states
 from yuan_train.schedule.check import check_copies, check_schedule
 from yuan_train.schedule.copies import Offloads, offloads_of, with_copies
-from yuan_train.schedule.messages import arrivals_proven, post_early
-from yuan_train.schedule.schedules import forward_only, make_schedule, peak_in_flight
+from yuan_train.schedule.schedules import (
+    arrivals_proven,
+    forward_only,
+    make_schedule,
+    peak_in_flight,
+    post_early,
+)
 from yuan_train.schedule.step import RankProgram, Schedule
 
 

@@ -461,7 +461,7 @@ class Bridge:
         window: int,
     ) -> None:
         """`proofs`: the sends that have arrived when a message is taken, as
-        `schedule.messages.arrivals_proven` finds them."""
+        `schedule.schedules.arrivals_proven` finds them."""
         self._grid, self._coord, self._groups = grid, coord, groups
         self._boundary, self._proofs, self._window = boundary, proofs, window
         self._is_leader = coord.tensor_rank == 0

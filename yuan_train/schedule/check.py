@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from yuan_train.schedule.copies import IN_PARTS, Key, Offload, Offloads, Paging, by_group, kept_by
-from yuan_train.schedule.messages import receive_for
+from yuan_train.schedule.schedules import receive_for
 from yuan_train.schedule.step import (
     COMPUTE,
     COPIES,

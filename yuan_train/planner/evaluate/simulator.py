@@ -48,7 +48,7 @@ from yuan_train.schedule.trace import TimedStep
 
 PROMPT_DEPTHS = 4
 """Micro-batches by which a stage may be deeper than the next so that every message of 1F1B leaves when its
-step has ended: in the virtual run of `schedule.messages` there is then no time when all workers wait.
+step has ended: in the virtual run of `with_messages` there is then no time when all workers wait.
 
 Found by trying: with all differences up to 4 on up to 5 stages, and with thousands on up to 24, no message
 left later; with differences up to 5, some did in three schedules of five."""

@@ -448,7 +448,7 @@ static int starts_run(const struct evaluator *evaluator, const struct draft *dra
     return 0;
 }
 
-/* The buckets that several owners hold, the last of the model first; see `schedule/buckets.py`. */
+/* The buckets that several owners hold, the last of the model first; see `schedule/flow.py`. */
 static void make_buckets(struct evaluator *evaluator, const struct draft *draft)
 {
     const struct problem *problem = evaluator->problem;

@@ -104,7 +104,7 @@ double memory_of_worker(const struct evaluator *evaluator, const struct draft_pi
 /* Let the price of each stage have what all stages of its worker take together, as `stage_cost.sum_over_cards`; 0, or 1
  * for a draft that has no schedule. */
 int sum_over_workers(struct evaluator *evaluator, const struct draft *draft);
-/* Micro-batches in flight of the stages of a pipeline, of 1F1B and GPipe by formula, see `schedule/in_flight.py`; 1 if it
+/* Micro-batches in flight of the stages of a pipeline, of 1F1B and GPipe by formula, see `schedule/schedules.py`; 1 if it
  * has no schedule. */
 int find_in_flight(struct evaluator *evaluator, const struct draft *draft, const struct draft_pipeline *pipeline);
 /* Of one stage, whose holders and micro-batches in flight are known; 1 if one of its groups cannot be, or if too few

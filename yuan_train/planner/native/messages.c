@@ -1,5 +1,5 @@
 /* Where the sends of a schedule stand, and its operations in an order in which each follows what it waits for:
- * `yuan_train/schedule/messages.py` and `evaluate/simulator.py`.
+ * `yuan_train/schedule/schedules.py` and `evaluate/simulator.py`.
  *
  * A virtual run of the compute steps, in which every step blocks its worker: a worker goes on when its messages have
  * been taken over by their receivers.

@@ -2,7 +2,7 @@
  * them. */
 #include "programs.h"
 
-/* Units of a message in the virtual run that places it, as in `schedule/messages.py`. */
+/* Units of a message in the virtual run that places it, as in `schedule/schedules.py`. */
 enum { FAST_MESSAGE = 1, SLOW_MESSAGE = 3 };
 
 static int32_t least(int32_t a, int32_t b)
