@@ -36,7 +36,7 @@ ROOMS = {
     "hf_export": (3, 632),
     "machine": (3, 705),
     "megatron": (4, 1115),
-    "models": (15, 3415),
+    "models": (12, 3414),
     "objectives": (2, 196),
     "parallel": (18, 7452),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (37, 11855),  # few cards searched again, and even splits of the whole batch

@@ -28,7 +28,7 @@ from trl.trainer.reward_trainer import RewardTrainer  # pyright: ignore[reportMi
 from tests.support.models import tiny_model
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.architectures import llama
-from yuan_train.models.published import Publishing
+from yuan_train.models.decoder import Publishing
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer, init_weights
 from yuan_train.objectives.losses import (
     BatchTotals,

@@ -21,7 +21,7 @@ from yuan_train.checkpoint.save import save_checkpoint, save_streamed, split_int
 from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.models.architectures.yuan import published_config, published_layout
-from yuan_train.models.published import Publishing
+from yuan_train.models.decoder import Publishing
 from yuan_train.models.transformer import Transformer, init_weights
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from yuan_train.config.load import as_plain, dump, dump_plain
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.rl import load_rl
 from yuan_train.config.run import RunConfig, load_run
-from yuan_train.models.published import Publishing, format_of
+from yuan_train.models.decoder import Publishing, format_of
 
 MODELS = Path("configs/model")
 QWEN = replace(load_model(MODELS / "qwen2.5-0.5b.yaml"), num_layers=2, name="small")

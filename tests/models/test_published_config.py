@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig, RopeScaling
 from yuan_train.models.attention import rotary_frequencies
-from yuan_train.models.published import Publishing, format_for, format_of
+from yuan_train.models.decoder import Publishing, format_for, format_of
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,

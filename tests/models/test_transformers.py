@@ -23,8 +23,8 @@ from yuan_train.checkpoint.hf import export_hf, import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.config.model import RopeScaling
 from yuan_train.data.tokenizer import Tokenizer, render_chat
+from yuan_train.models.decoder import format_of
 from yuan_train.models.generate import Sampling, generate
-from yuan_train.models.published import format_of
 from yuan_train.models.transformer import Transformer, init_weights
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

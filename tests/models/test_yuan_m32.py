@@ -17,7 +17,7 @@ from yuan_train.config.model import ModelConfig, find_parameter, load_model, val
 from yuan_train.models import experts as moe
 from yuan_train.models.architectures.yuan import published_layout
 from yuan_train.models.generate import Sampling, generate
-from yuan_train.models.recompute import SelectiveRecompute
+from yuan_train.models.layers import SelectiveRecompute
 from yuan_train.models.transformer import Transformer, init_weights, initial_rows, initial_weight
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "yuan_m32_hf_tiny_a"

@@ -16,7 +16,7 @@ from tests.support.models import VARIANTS, tiny_model
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.config.devices import CATALOGUE
 from yuan_train.config.model import ModelConfig, sharding_of
-from yuan_train.models.recompute import SAVE_ALL
+from yuan_train.models.layers import SAVE_ALL
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import tensor
 from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads

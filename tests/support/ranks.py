@@ -19,7 +19,7 @@ from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.config.plan import Plan
 from yuan_train.models import compiled
-from yuan_train.models.recompute import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
+from yuan_train.models.layers import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import apply, tensor, transport
 from yuan_train.parallel.copies import ActivationTiers, ParameterPages
 from yuan_train.parallel.device import CudaDevice, Device

@@ -38,7 +38,7 @@ from yuan_train.checkpoint.save import copy_tokenizer, save_streamed, split_into
 from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, hub_advice, validate_model
-from yuan_train.models.published import (
+from yuan_train.models.decoder import (
     EMBEDDING,
     HEAD,
     PublishedFormat,

@@ -21,7 +21,7 @@ from yuan_train.checkpoint.save import save_streamed
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.architectures.yuan import published_layout
-from yuan_train.models.published import described
+from yuan_train.models.decoder import described
 
 FILE = "model_optim_rng.pt"
 

@@ -32,7 +32,7 @@ from yuan_train.checkpoint.load import WEIGHTS, Checkpoint, LazyTensor, WholeTen
 from yuan_train.checkpoint.save import save_streamed, write_safetensors
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import LoraConfig, ModelConfig, adapted
-from yuan_train.models.published import TensorMapping, format_of
+from yuan_train.models.decoder import TensorMapping, format_of
 
 CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

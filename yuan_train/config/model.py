@@ -5,7 +5,7 @@ A model file, a name of `configs/model`, a Hugging Face folder or its `config.js
 one: run files and `--model` of all commands are read here (`locate_model`).
 
 An architecture says of a layer, without torch, its parameters and its work. It is a file of
-`yuan_train/models/architectures`, which has a `ModelSpec`, and the published format (`models/published.py`),
+`yuan_train/models/architectures`, which has a `ModelSpec`, and the published format (`models/decoder.py`),
 if there is one.
 """
 
@@ -163,7 +163,7 @@ def find_module(architecture: str) -> ModuleType:
 
 
 def find_format(config: Mapping[str, Any], *, where: str) -> ModuleType:
-    """The architecture that reads a `config.json`, by its `model_type`: see `models/published.py`.
+    """The architecture that reads a `config.json`, by its `model_type`: see `models/decoder.py`.
 
     Raises CheckpointError, naming `where`, for another one.
     """

@@ -22,9 +22,9 @@ from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.megatron import core
 from yuan_train.models.attention import DocumentRanges, RotaryTables
-from yuan_train.models.block import Block
 from yuan_train.models.experts import Router
 from yuan_train.models.layers import DropoutSeed, Linear, hidden_dropout
+from yuan_train.models.transformer import Block
 from yuan_train.parallel.grid import RankCoord
 from yuan_train.parallel.shard import Shard, find_shard
 from yuan_train.train.build import DTYPES

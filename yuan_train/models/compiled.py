@@ -23,10 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from yuan_kernels import ops
 
 from yuan_train.models.attention import DocumentRanges, RotaryTables
-from yuan_train.models.block import Block
-from yuan_train.models.layers import LayerDropout, Tokens, traceable_dropout
-from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.layers import SAVE_ALL, LayerDropout, RecomputePolicy, Tokens, traceable_dropout
+from yuan_train.models.transformer import Block, Transformer
 
 BACKEND = "inductor"
 """torch.compile's own: C++ on CPUs, Triton on cards."""

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from yuan_kernels import ops
 
 from yuan_train.config.model import ModelConfig, RouterKind
-from yuan_train.models import sizes
-from yuan_train.models.recompute import SAVE_ALL, RecomputePolicy
+from yuan_train.models import decoder
+from yuan_train.models.layers import SAVE_ALL, RecomputePolicy
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Router(nn.Module):
         self.kind: RouterKind = config.router or "attention"
         self.num_experts, self.experts_per_token = config.num_experts, config.experts_per_token
         self.sums_to_one = config.norm_topk_prob
-        shape = (sizes.router_rows(config), config.hidden_size)
+        shape = (decoder.router_rows(config), config.hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.op = ops.wide_linear
         self._load = [0] * config.num_experts

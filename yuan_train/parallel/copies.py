@@ -311,7 +311,7 @@ class ActivationTiers:
 
 
 class _Walk:
-    """One step of the program, part by part; a forward is followed by it (`models.recompute.Parts`)."""
+    """One step of the program, part by part; a forward is followed by it (`models.layers.Parts`)."""
 
     def __init__(self, tiers: ActivationTiers, step: Step, group: PartSteps) -> None:
         self.step, self._tiers, self._group = step, tiers, group

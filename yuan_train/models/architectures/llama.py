@@ -11,8 +11,8 @@ from typing import Any
 
 from yuan_train.config.errors import CheckpointError
 from yuan_train.config.model import EXPERT_FIELDS, ModelConfig, ModelSpec, Normal, ParameterSpec, SublayerWork
-from yuan_train.models import sizes
-from yuan_train.models.published import (
+from yuan_train.models import decoder
+from yuan_train.models.decoder import (
     DEFAULTS,
     Publishing,
     TensorMapping,
@@ -26,14 +26,14 @@ from yuan_train.models.published import (
 
 def layer(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     """The parameters of a layer, drawn from N(0, init_std) as transformers does."""
-    return (*sizes.grouped_attention(model), *sizes.feed_forward(model, out=Normal(model.init_std)))
+    return (*decoder.grouped_attention(model), *decoder.feed_forward(model, out=Normal(model.init_std)))
 
 
 def sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
     """The work of attention and of the feed-forward."""
-    attention = sizes.parameters_of(sizes.grouped_attention(model))
-    feed_forward = sizes.parameters_of(sizes.feed_forward(model, out=Normal(model.init_std)))
-    return sizes.grouped_attention_work(model, attention), sizes.feed_forward_work(model, feed_forward)
+    attention = decoder.parameters_of(decoder.grouped_attention(model))
+    feed_forward = decoder.parameters_of(decoder.feed_forward(model, out=Normal(model.init_std)))
+    return decoder.grouped_attention_work(model, attention), decoder.feed_forward_work(model, feed_forward)
 
 
 SPEC = ModelSpec(
@@ -44,8 +44,8 @@ SPEC = ModelSpec(
     constraints=lambda model: iter(()),
     layer=layer,
     sublayers=sublayers,
-    tensor_sizes=sizes.tensor_sizes,
-    held_experts=sizes.held_experts_work,
+    tensor_sizes=decoder.tensor_sizes,
+    held_experts=decoder.held_experts_work,
 )
 
 

@@ -14,7 +14,7 @@ from yuan_train.config.errors import CheckpointError, Violation
 from yuan_train.config.model import ModelConfig
 from yuan_train.models.architectures.llama import MODEL_CODE, STORES_TIED_HEAD, published_layout, resets_of
 from yuan_train.models.architectures.llama import SPEC as LLAMA
-from yuan_train.models.published import DEFAULTS, Publishing, decoder_config, decoder_from_config, refuse
+from yuan_train.models.decoder import DEFAULTS, Publishing, decoder_config, decoder_from_config, refuse
 
 __all__ = ["MODEL_CODE", "STORES_TIED_HEAD", "published_layout", "resets_of"]
 

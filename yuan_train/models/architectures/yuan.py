@@ -37,8 +37,8 @@ from yuan_train.config.model import (
     Uniform,
     norm,
 )
-from yuan_train.models import sizes
-from yuan_train.models.published import Publishing, TensorMapping, decoder_layout, described, refuse_bias
+from yuan_train.models import decoder
+from yuan_train.models.decoder import Publishing, TensorMapping, decoder_layout, described, refuse_bias
 
 
 def _constraints(model: ModelConfig) -> Iterator[Violation]:
@@ -73,9 +73,9 @@ def _attention(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     return (
         norm("attention_norm.weight", hidden),
         *_filter(model),
-        sizes.linear("attention.value", (projection, hidden), "column", Normal(model.init_std)),
-        sizes.linear("attention.query_key", (2 * projection, hidden), "column", Normal(model.init_std)),
-        sizes.linear("attention.out", (hidden, projection), "row", _out(model)),
+        decoder.linear("attention.value", (projection, hidden), "column", Normal(model.init_std)),
+        decoder.linear("attention.query_key", (2 * projection, hidden), "column", Normal(model.init_std)),
+        decoder.linear("attention.out", (hidden, projection), "row", _out(model)),
     )
 
 
@@ -85,12 +85,12 @@ def _out(model: ModelConfig) -> Normal:
 
 
 def _feed_forward(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    return sizes.feed_forward(model, out=_out(model))
+    return decoder.feed_forward(model, out=_out(model))
 
 
 def _sublayers(model: ModelConfig) -> tuple[SublayerWork, SublayerWork]:
-    feed_forward = sizes.parameters_of(_feed_forward(model))
-    return _attention_work(model), sizes.feed_forward_work(model, feed_forward)
+    feed_forward = decoder.parameters_of(_feed_forward(model))
+    return _attention_work(model), decoder.feed_forward_work(model, feed_forward)
 
 
 def _attention_work(model: ModelConfig) -> SublayerWork:
@@ -109,7 +109,7 @@ def _attention_work(model: ModelConfig) -> SublayerWork:
     taps = filters if model.lora is None else 0
     sharded = Kept(4 * projection + taps * hidden, model.num_attention_heads)
     return SublayerWork(
-        parameters=sizes.parameters_of(_attention(model)),
+        parameters=decoder.parameters_of(_attention(model)),
         products=4 * hidden * projection + filters * 2 * hidden * hidden,
         scores=projection,
         replicated=Kept((2 + 2 * filters) * hidden, 1 + filters),
@@ -127,7 +127,7 @@ def _attention_work(model: ModelConfig) -> SublayerWork:
 
 
 def _tensor_sizes(model: ModelConfig) -> dict[str, int]:
-    found = sizes.tensor_sizes(model)
+    found = decoder.tensor_sizes(model)
     del found["key-value heads"]
     return found if model.attention == "plain" else found | {"filter channels": model.hidden_size // 2}
 
@@ -141,7 +141,7 @@ SPEC = ModelSpec(
     layer=lambda model: (*_attention(model), *_feed_forward(model)),
     sublayers=_sublayers,
     tensor_sizes=_tensor_sizes,
-    held_experts=sizes.held_experts_work,
+    held_experts=decoder.held_experts_work,
 )
 
 
