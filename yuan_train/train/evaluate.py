@@ -12,7 +12,7 @@ from yuan_train.checkpoint.load import Checkpoint, load_weights
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import ModelConfig
 from yuan_train.data.loader import SampleSpec, open_corpora
-from yuan_train.data.pairs import read_pairs
+from yuan_train.data.prompts import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models.attention import find_resets
 from yuan_train.models.transformer import Transformer, choose_ops

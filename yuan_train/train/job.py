@@ -31,7 +31,7 @@ from yuan_train.config.plan_constraints import check_compile, check_plan_of_run,
 from yuan_train.config.run import RunConfig
 from yuan_train.config.units import show_bytes
 from yuan_train.data.loader import Blend, Samples, SampleSpec, open_corpora, sample_rules
-from yuan_train.data.pairs import read_pairs
+from yuan_train.data.prompts import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models import compiled
 from yuan_train.parallel.device import CPU, CardFacts, Device, cuda_of_driver, visible_cards

@@ -41,7 +41,7 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.run import OptimizerConfig
 from yuan_train.config.units import written_words
 from yuan_train.data.loader import Samples
-from yuan_train.data.pairs import Pairs
+from yuan_train.data.prompts import Pairs
 from yuan_train.models.transformer import Transformer
 from yuan_train.parallel.activity import Activity, during
 from yuan_train.parallel.apply import RankRuntime
