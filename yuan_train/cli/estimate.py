@@ -60,7 +60,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print; 0 whether it fits or not. Raises ConfigError for wrong input."""
     from yuan_train.config.devices import CATALOGUE, find_card, suggest_cards
-    from yuan_train.estimate import text as report
+    from yuan_train.estimate import memory as report
 
     if arguments.plan:
         return _print_roles(arguments)
@@ -95,8 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_roles(arguments: argparse.Namespace) -> int:
     """Every role of an RL plan. Raises ConfigError if something else is asked for as well."""
     from yuan_train.config.rl_plan import load_rl_plan
-    from yuan_train.estimate.memory import plan_memory
-    from yuan_train.estimate.text import roles_memory_json, roles_memory_text
+    from yuan_train.estimate.memory import plan_memory, roles_memory_json, roles_memory_text
 
     for name in ("model", "method", "engine", "algorithm", "largest", "new"):
         if getattr(arguments, name) is not None:
