@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from yuan_train.rl.environment_worker import Calculator
+from yuan_train.rl.worker import Calculator
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/run/rl-tiny.yaml"
 EQUALS, END, PLUS, ASKS = 10, 11, 12, 13

@@ -28,10 +28,10 @@ from yuan_train.data.prompts import Prompt
 from yuan_train.data.tokenizer import Tokenizer, continue_chat
 from yuan_train.models.transformer import IGNORE_INDEX
 from yuan_train.rl import generator
-from yuan_train.rl.environment_worker import Calculator, PythonPrograms, TextSearch, calculate, is_right
 from yuan_train.rl.experience import Episode, Group, Sample, make_rows
 from yuan_train.rl.helpers import Environments
 from yuan_train.rl.sandbox import run_program
+from yuan_train.rl.worker import Calculator, PythonPrograms, TextSearch, calculate, is_right
 
 ECHO = """\
 import os, time

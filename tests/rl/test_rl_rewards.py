@@ -17,7 +17,7 @@ from yuan_train.config.rl import OverlongConfig, RewardConfig, RewardFunction
 from yuan_train.rl.collect import reward_of
 from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.helpers import Scorers, Scores, ScoringThread
-from yuan_train.rl.reward_worker import Unusable, load_function, score_group
+from yuan_train.rl.worker import Unusable, load_function, score_group
 
 FUNCTIONS = """\
 import os

@@ -94,10 +94,10 @@ class Worker:
     unread: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    def start(cls, module: str, order: str) -> Self:
-        """Start a module with an order."""
+    def start(cls, what: str, order: str) -> Self:
+        """Start a process of `worker`, which does `what` to an order."""
         process = subprocess.Popen(
-            [sys.executable, "-m", module, order],
+            [sys.executable, "-m", "yuan_train.rl.worker", what, order],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -163,7 +163,7 @@ class Scorers:
     """
 
     def __init__(self, config: RewardConfig, columns: Sequence[str] = ()) -> None:
-        """`columns`: what each prompt has beside `reward_worker.FIELDS`. Raises ConfigError, when entered, if
+        """`columns`: what each prompt has beside `worker.FIELDS`. Raises ConfigError, when entered, if
         a first process cannot load the functions."""
         self._config = config
         self._workers: list[_Scorer] = []
@@ -304,7 +304,7 @@ class Scorers:
 
     def _start(self) -> None:
         """Start a process, which begins to load the functions."""
-        worker = _Scorer.start("yuan_train.rl.reward_worker", self._order)
+        worker = _Scorer.start("scores", self._order)
         os.set_blocking(worker.input.fileno(), False)
         self._workers.append(worker)
 
@@ -468,7 +468,7 @@ class Environments:
             host.input.flush()
 
     def _start(self) -> _Host:
-        host = _Host.start("yuan_train.rl.environment_worker", self._order)
+        host = _Host.start("environments", self._order)
         self._selector.register(host.output, selectors.EVENT_READ, host)
         return host
 
