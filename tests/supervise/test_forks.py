@@ -17,8 +17,7 @@ from tests.support.spawn import spawn
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Node
 from yuan_train.supervise import launched
-from yuan_train.supervise.forks import Forked, Nursery
-from yuan_train.supervise.launched import RANK_MODULES, NodeFaults, telling_other_nodes
+from yuan_train.supervise.launched import RANK_MODULES, Forked, NodeFaults, Nursery, telling_other_nodes
 
 LOOK = """
 import json, os, runpy, signal, sys
@@ -26,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from yuan_train.supervise import forks
+from yuan_train.supervise import launched
 
 SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
@@ -47,7 +46,7 @@ def look(*_, **__):
 
 before = dict(os.environ)
 torch.cuda.is_available = torch.cuda.device_count = ask
-forks.import_modules(MODULES, {"OMP_NUM_THREADS": "1"})
+launched.import_modules(MODULES, {"OMP_NUM_THREADS": "1"})
 assert dict(os.environ) == before
 assert len(os.listdir("/proc/self/task")) == 1, "a thread was started before the fork"
 runpy.run_module = look
@@ -56,7 +55,7 @@ signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 held = open(os.devnull)
 environment = {**before, "OMP_NUM_THREADS": "3", "LOCAL_RANK": "1", "RANK": "5"}
 environment.pop("GONE")
-process = forks.fork(["train", "--config", "a.yaml"], environment, forks.Output())
+process = launched.fork(["train", "--config", "a.yaml"], environment, launched.Output())
 process.join()
 sys.exit(process.exitcode)
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from yuan_train.config.run import RunConfig
     from yuan_train.planner.costs.plan_problem import PlanProblem
     from yuan_train.supervise.agent import Supervised
-    from yuan_train.supervise.forks import Nursery
+    from yuan_train.supervise.launched import Nursery
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,7 @@ def _be_agent(
         raise ConfigError("--this-node: give --meet HOST:PORT too, the same on all nodes")
     address = _address(arguments.meet)
     profile = read_profiles(arguments.profile, cluster)
-    from yuan_train.supervise.forks import Nursery
-    from yuan_train.supervise.launched import RANK_MODULES
+    from yuan_train.supervise.launched import RANK_MODULES, Nursery
 
     with closing(Nursery(RANK_MODULES["train"])) as nursery:
         job = _job(arguments, run_config, cluster, nodes, profile, nursery)

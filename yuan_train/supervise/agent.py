@@ -34,7 +34,7 @@ from yuan_train.config.units import show_bytes, show_seconds
 from yuan_train.parallel.environment import NEXT_PLAN, free_port
 from yuan_train.report.lines import Event, Journal, Line, checked, is_timed, parse_line
 from yuan_train.report.run_log import WARM_UP_STEPS, measured_pace
-from yuan_train.supervise.forks import Nursery
+from yuan_train.supervise.launched import Nursery
 from yuan_train.supervise.room import (
     CUT_SECONDS,
     LEASE_SECONDS,
