@@ -138,7 +138,7 @@ def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def here(name: str, script: str) -> Task:
     """A task of a machine that is this one, under an agent."""
-    agent = f"exec {sys.executable} -m yuan_train.machine.remote run sh -c '{script}'"
+    agent = f"exec {sys.executable} -m yuan_train.machine.hosts run sh -c '{script}'"
     return Task(host=RemoteHost(name=name, reach=(), has_shell=False), script=agent)
 
 
@@ -206,7 +206,7 @@ def test_nothing_is_left_when_the_starter_is_gone(tmp_path: Path) -> None:
         f'trap "echo saved >{tmp_path}/saved; exit 0" TERM; echo >{tmp_path}/up; while :; do sleep 0.1; done'
     )
     agent = subprocess.Popen(
-        [sys.executable, "-m", "yuan_train.machine.remote", "run", "sh", "-c", script], stdin=subprocess.PIPE
+        [sys.executable, "-m", "yuan_train.machine.hosts", "run", "sh", "-c", script], stdin=subprocess.PIPE
     )
     assert agent.stdin is not None
     agent.stdin.write(b"hello\n")

@@ -30,17 +30,18 @@ from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.run import load_run
 from yuan_train.machine.hosts import (
     Facts,
+    Print,
     RemoteHost,
     Task,
     look_at,
     on_each,
     parse_hosts,
+    prints,
     read_hostfile,
     run_together,
     send,
     slurm_hosts,
 )
-from yuan_train.machine.remote import Print, prints
 
 
 def batch_script(
@@ -210,7 +211,7 @@ def _where_to_meet(places: Sequence[Place], errand: Errand) -> tuple[str, int | 
 def _tasks(places: Sequence[Place], errand: Errand, rendezvous: str, *, by_hand: bool = False) -> list[Task]:
     given = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(PASSED_ON)]
     program = [sys.executable, "-m", "yuan_train"]
-    agent = [] if by_hand else [sys.executable, "-m", "yuan_train.machine.remote", "run"]
+    agent = [] if by_hand else [sys.executable, "-m", "yuan_train.machine.hosts", "run"]
     front = [*(["env", *given] if given else []), *agent, *program]
     tasks: list[Task] = []
     for host, node in places:
