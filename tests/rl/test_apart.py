@@ -42,11 +42,10 @@ from yuan_train.rl.apart import (
     Offers,
     _Server,  # pyright: ignore[reportPrivateUsage]
 )
-from yuan_train.rl.engines import Channel
 from yuan_train.rl.experience import Sample, Ticket
 from yuan_train.rl.generator import EngineClock, GenerationEngine, NotFiniteDraw, SamplingParams
 from yuan_train.rl.job import check_supported
-from yuan_train.rl.scoring import Requests
+from yuan_train.rl.roles import Channel, Requests
 from yuan_train.supervise import launched
 
 FEW = ("train.steps=3", "train.precision=bf16", "optimizer.learning_rate=1e-6", "optimizer.warmup_steps=1")

@@ -10,7 +10,7 @@ from tests.support.project import parse_plan
 from tests.support.rl import RLCase, assert_close, read_lines, roles_of, run_rl, run_rl_cases, write_rl
 from yuan_train.config.model import is_trained
 from yuan_train.config.rl import load_rl, policy_run
-from yuan_train.rl.engines import weight_buckets
+from yuan_train.rl.roles import weight_buckets
 
 LORA = "lora={rank: 2, alpha: 4}"
 KL = ("algorithm.kl={coefficient: 0.1}", "algorithm.updates=2", "generation.temperature=0.7", LORA)

@@ -1,9 +1,12 @@
 """A reference and a reward model on cards of their own: the run of one process, to the bit."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.support.project import parse_plan
 from tests.support.ranks import Case, run_alone
@@ -34,8 +37,9 @@ from yuan_train.config.rl_plan import (
     check_rl_plan_of_run,
     validate_rl_plan,
 )
-from yuan_train.rl import engines
-from yuan_train.rl.scoring import prepare_scoring
+from yuan_train.parallel.shard import Shard
+from yuan_train.parallel.transfer import Outlet
+from yuan_train.rl.roles import prepare_scoring
 from yuan_train.train.job import Position
 
 KL = "algorithm.kl.coefficient=0.1"
@@ -134,8 +138,11 @@ def test_what_is_refused(tmp_path: Path, scores: Path) -> None:
 
 def run_with_other_weights(rank: int, cases: list[RLCase]) -> None:
     """In the folder `other` the reference is not the policy."""
-    own = engines.own_weights
+    post = Outlet.post
+
+    def post_others(self: Outlet, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> Any:
+        return post(self, {name: 1.1 * weight for name, weight in tensors.items()}, shards)
+
     for case in cases:
-        is_other = case.folder.name == "other"
-        engines.own_weights = (lambda r: {n: 1.1 * w for n, w in own(r).items()}) if is_other else own
+        Outlet.post = post_others if case.folder.name == "other" else post
         run_cases_of_rank(rank, [case])

@@ -80,7 +80,7 @@ def _prepare_role(config: RLConfig, roles: RlPlan, position: Position) -> Callab
     from yuan_train.rl.apart import prepare_engine, serve
     from yuan_train.rl.job import check_supported, prepare_rl
     from yuan_train.rl.loop import train_rl
-    from yuan_train.rl.scoring import prepare_scoring, serve_scores
+    from yuan_train.rl.roles import prepare_scoring, serve_scores
     from yuan_train.train.job import types_here
 
     if position.world_size != roles.world_size:

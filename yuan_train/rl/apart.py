@@ -41,20 +41,6 @@ from yuan_train.parallel.groups import as_training_error, guard_world_collective
 from yuan_train.parallel.transfer import take_weights
 from yuan_train.parallel.zero import EngineOptions
 from yuan_train.rl.collect import Collector, answer_fields
-from yuan_train.rl.engines import (
-    Channel,
-    EngineEnds,
-    Engines,
-    Inbox,
-    RemoteReadingModel,
-    connect_seconds,
-    engine_ranks,
-    job_ranks,
-    message_link,
-    shares_of,
-    weight_buckets,
-    weight_link,
-)
 from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.generator import (
     EngineClock,
@@ -68,7 +54,22 @@ from yuan_train.rl.generator import (
 from yuan_train.rl.helpers import Conversation, Environments, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob, check_supported, read_file
 from yuan_train.rl.passes import ReadingModel
-from yuan_train.rl.scoring import Requests, joining
+from yuan_train.rl.roles import (
+    Channel,
+    EngineEnds,
+    Engines,
+    Inbox,
+    RemoteReadingModel,
+    Requests,
+    connect_seconds,
+    engine_ranks,
+    job_ranks,
+    joining,
+    message_link,
+    shares_of,
+    weight_buckets,
+    weight_link,
+)
 from yuan_train.schedule.flow import newest_batch
 from yuan_train.train.build import DTYPES, build_runtime, model_parts, own_weights
 from yuan_train.train.job import Position, choose_planned

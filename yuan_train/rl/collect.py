@@ -16,12 +16,12 @@ from yuan_train.config.rl import RewardConfig
 from yuan_train.data.prompts import Prompt, text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, wait_for_world
-from yuan_train.rl.engines import RemoteReadingModel
 from yuan_train.rl.experience import Group, Sample, Ticket, share_out
 from yuan_train.rl.generator import GenerationEngine, SamplingParams, Talk
 from yuan_train.rl.helpers import Scorers, Scores
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.passes import ReadingModel, score_error
+from yuan_train.rl.roles import RemoteReadingModel
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
 

@@ -24,10 +24,10 @@ from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.device import Device
 from yuan_train.parallel.groups import as_training_error
 from yuan_train.parallel.zero import STATES
-from yuan_train.rl.engines import RemoteReference
 from yuan_train.rl.experience import Rows
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.passes import Lanes, RowFeed, places, token_values
+from yuan_train.rl.roles import RemoteReference
 from yuan_train.train.build import build, publish
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.stage import Targets

@@ -31,7 +31,7 @@ from yuan_train.data.tokenizer import Message, Tokenizer, continue_chat
 from yuan_train.rl.experience import Ticket
 from yuan_train.rl.generator import Opened, Turn, TurnLimits, TurnReply
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.scoring import Requests
+from yuan_train.rl.roles import Requests
 from yuan_train.train.agreement import agreeing
 
 logger = logging.getLogger(__name__)

@@ -37,12 +37,11 @@ from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.transfer import Move, local_slices, plan_holdings, transfer_table
 from yuan_train.rl.apart import Answered, Fleet
 from yuan_train.rl.collect import answer_fields
-from yuan_train.rl.engines import EngineEnds
 from yuan_train.rl.experience import Sample, Ticket
 from yuan_train.rl.generator import AnswerUnderWay, SamplingParams, Turn
 from yuan_train.rl.helpers import Conversation, Environments, Key, Said, Scorers, Scores, ScoringThread
 from yuan_train.rl.job import RLJob
-from yuan_train.rl.scoring import Requests
+from yuan_train.rl.roles import EngineEnds, Requests
 from yuan_train.rl.servers import InferenceServer, LostServer
 from yuan_train.train.build import DTYPES
 from yuan_train.train.step import Trainer

@@ -30,14 +30,20 @@ from yuan_train.parallel.groups import enter_role, enter_world, sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector, turns_of
 from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
-from yuan_train.rl.engines import RemoteReadingModel, RemoteReference, RemoteScores, fates_of, job_ranks
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import GenerationEngine, make_engine, pipeline_group
 from yuan_train.rl.helpers import Conversation, Environments, Helpers, helping, talking_rank
 from yuan_train.rl.http_engines import http_fleet
 from yuan_train.rl.job import RLJob
 from yuan_train.rl.passes import PolicyLoss, ReadingModel, RowFeed
-from yuan_train.rl.scoring import Requests
+from yuan_train.rl.roles import (
+    RemoteReadingModel,
+    RemoteReference,
+    RemoteScores,
+    Requests,
+    fates_of,
+    job_ranks,
+)
 from yuan_train.rl.updates import Updater, UpdateResult
 from yuan_train.train.agreement import agree_on_job
 from yuan_train.train.build import build, restore

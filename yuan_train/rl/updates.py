@@ -19,9 +19,9 @@ from yuan_train.config.rl import AlgorithmConfig, CriticConfig, RLConfig
 from yuan_train.objectives.losses import BatchTotals, explained_variance, reward_penalty
 from yuan_train.parallel.groups import guard_world_collective, sum_over_world
 from yuan_train.rl.critic import Critic, Reference, finish_weight_sync
-from yuan_train.rl.engines import RemoteReadingModel, RemoteReference
 from yuan_train.rl.experience import Group, Rows, make_rows
 from yuan_train.rl.passes import SUMS, Lanes, PolicyBatch, PolicyLoss, ReadingModel, RowFeed, log_probs_at
+from yuan_train.rl.roles import RemoteReadingModel, RemoteReference
 from yuan_train.train.engine import StepRequest
 from yuan_train.train.step import Trainer
 

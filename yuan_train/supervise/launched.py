@@ -270,7 +270,7 @@ _TRAINING = (
     *("torch._dynamo", "torch.distributed.checkpoint._fsspec_filesystem"),
     *("yuan_train.cli.train", "yuan_train.train.build", "yuan_train.train.run"),
 )
-_ROLES = ("yuan_train.cli.rl", "yuan_train.rl.apart", "yuan_train.rl.loop", "yuan_train.rl.scoring")
+_ROLES = ("yuan_train.cli.rl", "yuan_train.rl.apart", "yuan_train.rl.loop", "yuan_train.rl.roles")
 RANK_MODULES = {"train": _TRAINING, "rl": (*_TRAINING, *_ROLES)}
 """What the ranks of a command import, also late, which takes seconds; by name: not every process does it."""
 
