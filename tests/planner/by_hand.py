@@ -10,8 +10,8 @@ from typing import Any
 from yuan_train.config.cluster import Card
 from yuan_train.config.plan import PipelinePlan, Plan, RankPlan, StagePlan
 from yuan_train.config.profile import ProfileEntry, UnitProfile
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.simulator import StageTimes
 from yuan_train.planner.search.candidate import Candidate, shape_of_plan

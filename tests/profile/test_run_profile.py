@@ -13,8 +13,8 @@ from yuan_train.config.model import LoraConfig
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.profile.of_run import profile_of_run
 

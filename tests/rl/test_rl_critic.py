@@ -31,8 +31,8 @@ from yuan_train.models.transformer import Transformer
 from yuan_train.objectives.losses import explained_variance, value_loss
 from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.device import CPU
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.rl import updates
 from yuan_train.rl.critic import Critic

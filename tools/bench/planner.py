@@ -23,7 +23,7 @@ from yuan_train.config.devices import GIB
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import Effort, SearchConfig
-from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.search.search import SearchResult, search_plan
 
 EXPECTED, MOST_OFF = 166.8, 0.03

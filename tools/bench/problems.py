@@ -17,8 +17,8 @@ from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.config.plan import Plan, ScheduleName
 from yuan_train.config.profile import Profile, ProfileEntry, UnitProfile
 from yuan_train.config.run import Recompute
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs, UnitCost, make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.search.candidate import Space, TimeLimit
 from yuan_train.planner.search.shapes import Options, PipelineCut, assemble_plan
 

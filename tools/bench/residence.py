@@ -28,8 +28,8 @@ from yuan_train.config.load import dump, write_text
 from yuan_train.config.plan import Plan
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.config.run import LogConfig, MemoryConfig, RunConfig, SearchConfig, load_run
-from yuan_train.planner.costs.plan_problem import host_bytes
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import host_bytes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import StageCost
 

@@ -40,9 +40,8 @@ from yuan_train.parallel.gradients import FlatBucket
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.optimizer_state import HostChunk
 from yuan_train.parallel.shard import Shard
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
-from yuan_train.planner.costs.workload import STATE_BYTES
+from yuan_train.planner.costs.workload import STATE_BYTES, PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import (
     PageTimes,

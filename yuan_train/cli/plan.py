@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from yuan_train.config.profile import Profile
     from yuan_train.config.rl import RLConfig
     from yuan_train.config.run import RunConfig
-    from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.planner.costs.workload import PlanProblem
     from yuan_train.planner.report.plan import Answer
     from yuan_train.planner.search.search import SearchResult
     from yuan_train.planner.search.what_if import Largest, Rent
@@ -243,7 +243,7 @@ def _find_plan(
 
 
 def problem_of(run_config: RunConfig, cluster: Cluster, profile: Profile | None) -> PlanProblem:
-    from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.planner.costs.workload import PlanProblem
 
     return PlanProblem(
         cluster=cluster,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from yuan_train.config.model import ModelConfig
     from yuan_train.config.plan import PipelinePlan, Plan
     from yuan_train.config.rl_plan import RlPlan
-    from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.planner.costs.workload import PlanProblem
     from yuan_train.planner.evaluate.plan_cost import PlanCost
     from yuan_train.planner.evaluate.simulator import Simulation, StageTimes
     from yuan_train.schedule.flow import Play
@@ -122,7 +122,7 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     from yuan_train.config.express import read_blocks, read_layout
     from yuan_train.config.plan import PipelinePlan, StagePlan
     from yuan_train.config.plan_constraints import validate_plan
-    from yuan_train.planner.costs.plan_problem import plan_on_cards
+    from yuan_train.planner.costs.workload import plan_on_cards
 
     if not arguments.cluster:
         raise ConfigError("a hand-made cut needs --cluster F: its cards, in their order, take the stages")
@@ -183,7 +183,7 @@ def _problem(
 ) -> PlanProblem:
     """What the arguments say; without a profile."""
     from yuan_train.config.run import BUCKET_SIZE
-    from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.planner.costs.workload import PlanProblem
 
     return PlanProblem(
         cluster=cluster,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from yuan_train.config.plan import Plan
     from yuan_train.config.profile import Profile
     from yuan_train.config.run import RunConfig
-    from yuan_train.planner.costs.plan_problem import PlanProblem
+    from yuan_train.planner.costs.workload import PlanProblem
     from yuan_train.supervise.agent import Supervised
     from yuan_train.supervise.launched import Nursery
 

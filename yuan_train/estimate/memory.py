@@ -25,9 +25,8 @@ from yuan_train.config.rl_plan import RlPlan
 from yuan_train.config.run import Recompute
 from yuan_train.estimate.shape import ModelShape
 from yuan_train.planner.costs.grad_reduce import cards_of
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs, card_costs, make_costs, value_model
-from yuan_train.planner.costs.workload import TokenRows
+from yuan_train.planner.costs.workload import PlanProblem, TokenRows
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import Ends, StageCost, StateShares, scoring_bytes, stage_memory
 from yuan_train.planner.roles.engines import PREFILL_CHUNK, Decoder, DecodeStage, Writing, num_groups

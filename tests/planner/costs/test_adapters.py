@@ -15,9 +15,8 @@ from yuan_train.config.plan import Plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import bucket_costs, place_plan, tied_embedding_seconds
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import check_profile, make_costs
-from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, model_work
+from yuan_train.planner.costs.workload import STATE_BYTES, PlanProblem, TensorGroup, TokenRows, model_work
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.roles.engines import DecodeStage, EnginePlan, holders_of, sync_bytes
 from yuan_train.planner.search.search import search_plan

@@ -17,9 +17,15 @@ from yuan_train.config.profile import LinkProfile, Profile, ProfileEntry, StageS
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import unit_parameters
 from yuan_train.planner.costs.links import allreduce_seconds, find_route, make_topology, message_seconds
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import card_costs, check_profile, make_costs
-from yuan_train.planner.costs.workload import STATE_BYTES, TensorGroup, TokenRows, has_flash, model_work
+from yuan_train.planner.costs.workload import (
+    STATE_BYTES,
+    PlanProblem,
+    TensorGroup,
+    TokenRows,
+    has_flash,
+    model_work,
+)
 from yuan_train.planner.evaluate.plan_cost import cost_plan, edge_flows
 from yuan_train.planner.report.plan import layer_words
 from yuan_train.planner.search.shapes import Shape, make_plan

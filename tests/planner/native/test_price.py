@@ -27,8 +27,8 @@ from yuan_train.config.profile import (
     StageStart,
     UnitProfile,
 )
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import TooFewResidentInPlan
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of

@@ -9,8 +9,8 @@ from tests.planner.search.test_offload import pipeline_of
 from tests.planner.search.test_search import MODEL, card, cluster, problem
 from tests.support.project import with_stages
 from yuan_train.config.plan import Plan, StagePlan
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.plan import (
     bound_values,

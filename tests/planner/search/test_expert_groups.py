@@ -21,8 +21,8 @@ from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.profile import Profile
 from yuan_train.config.run import SearchConfig
 from yuan_train.parallel.grid import Grid
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.plan import plan_html, plan_json, plan_table
 from yuan_train.planner.search.expert_groups import count_experts

@@ -16,8 +16,8 @@ from yuan_train.config.plan import StagePlan, num_units, plan_unit_parameters, s
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.grad_reduce import divides_alike
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.local import descend, move_halves
 from yuan_train.planner.search.search import search_plan

@@ -13,8 +13,8 @@ from yuan_train.config.cluster import Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.tables import plan_of
 from yuan_train.planner.search import islands

@@ -20,8 +20,8 @@ from yuan_train.config.load import dump
 from yuan_train.config.plan import PipelinePlan
 from yuan_train.config.plan_constraints import load_plan, save_plan, validate_plan
 from yuan_train.config.run import SearchConfig
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.plan import layer_list, plan_html, plan_json, plan_table
 from yuan_train.planner.search import drafts

@@ -26,9 +26,15 @@ from yuan_train.planner.costs.links import (
     reduce_scatter_seconds,
     uses_gloo,
 )
-from yuan_train.planner.costs.plan_problem import Replica
 from yuan_train.planner.costs.unit_costs import CUDA_LOGIT_ROWS, Costs
-from yuan_train.planner.costs.workload import STATE_BYTES, HalfShare, TokenRows, half_shares, model_work
+from yuan_train.planner.costs.workload import (
+    STATE_BYTES,
+    HalfShare,
+    Replica,
+    TokenRows,
+    half_shares,
+    model_work,
+)
 from yuan_train.schedule.flow import group_units, is_halved
 
 PlanCards = Sequence[Sequence[tuple[Replica, ...]]]

@@ -34,16 +34,18 @@ from yuan_train.planner.costs.links import (
     make_topology,
     reduce_scatter_seconds,
 )
-from yuan_train.planner.costs.plan_problem import (
+from yuan_train.planner.costs.workload import (
+    HalfShare,
     HostShare,
     PlanProblem,
     Replica,
+    TensorGroup,
     host_share,
     is_wide,
     node_host_bytes,
+    statistic_bytes,
     with_measured_reserve,
 )
-from yuan_train.planner.costs.workload import HalfShare, TensorGroup, statistic_bytes
 
 # Policy, not measurement: what a well-tuned dense model commonly reaches of the stated peaks.
 SMALL_MATRIX_EFFICIENCY = 0.5

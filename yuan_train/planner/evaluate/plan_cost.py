@@ -42,8 +42,8 @@ from yuan_train.planner.costs.grad_reduce import (
     tied_embedding_seconds,
 )
 from yuan_train.planner.costs.links import Topology, broadcast_seconds, find_route, message_seconds
-from yuan_train.planner.costs.plan_problem import Replica
 from yuan_train.planner.costs.unit_costs import Costs, Source, UnitCost
+from yuan_train.planner.costs.workload import Replica
 from yuan_train.planner.evaluate.simulator import Simulation, StageTimes, program_shape, simulate_schedule
 from yuan_train.planner.evaluate.stage_cost import (
     StageCost,

@@ -27,15 +27,6 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import MemoryForecast, PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import StateShares
-from yuan_train.planner.costs.plan_problem import (
-    HostShare,
-    Replica,
-    disk_bytes,
-    disk_step_seconds,
-    host_bytes,
-    host_step_seconds,
-    slot_bytes,
-)
 from yuan_train.planner.costs.unit_costs import (
     CardCosts,
     Costs,
@@ -45,7 +36,17 @@ from yuan_train.planner.costs.unit_costs import (
     share_of_layer,
     without_critic,
 )
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES
+from yuan_train.planner.costs.workload import (
+    ELEMENT_BYTES,
+    STATE_BYTES,
+    HostShare,
+    Replica,
+    disk_bytes,
+    disk_step_seconds,
+    host_bytes,
+    host_step_seconds,
+    slot_bytes,
+)
 from yuan_train.planner.evaluate.simulator import Groups, PageTimes, PartTimes, program_shape
 from yuan_train.planner.native.core import native_schedule
 from yuan_train.schedule import copies

@@ -23,7 +23,9 @@ from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.planner.costs.grad_reduce import half_parts, unit_parameters
 from yuan_train.planner.costs.links import Route, copy_seconds_per_byte, find_route
-from yuan_train.planner.costs.plan_problem import (
+from yuan_train.planner.costs.unit_costs import CardCosts, Costs
+from yuan_train.planner.costs.workload import (
+    STATE_BYTES,
     disk_bytes,
     disk_step_seconds,
     host_bytes,
@@ -31,8 +33,6 @@ from yuan_train.planner.costs.plan_problem import (
     plan_on_cards,
     slot_bytes,
 )
-from yuan_train.planner.costs.unit_costs import CardCosts, Costs
-from yuan_train.planner.costs.workload import STATE_BYTES
 from yuan_train.planner.native import core
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -20,7 +20,7 @@ from yuan_train.config.express import to_blocks, to_layout
 from yuan_train.config.load import as_plain, dump
 from yuan_train.config.plan import MemoryForecast, StagePlan
 from yuan_train.config.units import show_bytes, show_duration, show_seconds
-from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost
 from yuan_train.planner.evaluate.simulator import Simulation
 from yuan_train.planner.evaluate.stage_cost import StageCost

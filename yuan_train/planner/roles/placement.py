@@ -14,9 +14,8 @@ from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.config.profile import BatchProfile
 from yuan_train.config.run import Counts, SearchConfig
 from yuan_train.planner.costs.links import Topology
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs, Source, card_costs, critic_of
-from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, TensorGroup, TokenRows
+from yuan_train.planner.costs.workload import ELEMENT_BYTES, STATE_BYTES, PlanProblem, TensorGroup, TokenRows
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan
 from yuan_train.planner.evaluate.simulator import simulate
 from yuan_train.planner.evaluate.stage_cost import StageCost, scoring_bytes

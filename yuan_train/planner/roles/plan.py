@@ -15,8 +15,8 @@ from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile
 from yuan_train.config.rl import Mode, Placement, RLConfig, policy_run
 from yuan_train.planner.costs.grad_reduce import cards_of
-from yuan_train.planner.costs.plan_problem import PlanProblem, plan_on_cards
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
+from yuan_train.planner.costs.workload import PlanProblem, plan_on_cards
 from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.roles import placement as placing
 from yuan_train.planner.roles.engines import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from yuan_train.planner.costs.plan_problem import PlanProblem
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables, make_tables, plan_of, without_limits
 from yuan_train.planner.native import core
 from yuan_train.planner.search.candidate import Candidate, Space, judge

@@ -21,8 +21,8 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.devices import Backend
 from yuan_train.config.plan import PipelinePlan, Plan, share_only_gloo
 from yuan_train.config.run import Recompute, ScheduleName
-from yuan_train.planner.costs.plan_problem import Replica
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs
+from yuan_train.planner.costs.workload import Replica
 from yuan_train.planner.evaluate.stage_cost import Ends, StateShares, stage_memory
 from yuan_train.planner.search import local
 from yuan_train.planner.search.candidate import Candidate, Space, judge

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 from yuan_train.config.cluster import Card, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan
-from yuan_train.planner.costs.plan_problem import plan_on_cards
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
+from yuan_train.planner.costs.workload import plan_on_cards
 from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.core import NAMES, DraftTable, SpaceTable, run_together
 from yuan_train.planner.search.candidate import Candidate, Space, judge

@@ -20,8 +20,8 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.planner.costs.plan_problem import PlanProblem, slot_bytes
 from yuan_train.planner.costs.unit_costs import Costs
+from yuan_train.planner.costs.workload import PlanProblem, slot_bytes
 from yuan_train.planner.evaluate.plan_cost import PlanCost, cost_plan, cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.candidate import Candidate, Space

@@ -17,8 +17,8 @@ from yuan_train.config.load import without_garbage_collector
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.links import unmeasured
-from yuan_train.planner.costs.plan_problem import PlanProblem
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
+from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import PlanCost, make_forecast
 from yuan_train.planner.evaluate.stage_cost import StageCost
 from yuan_train.planner.search import shortfall

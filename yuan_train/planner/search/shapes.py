@@ -20,8 +20,8 @@ from yuan_train.config.model import ModelConfig
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.profile import Profile, ProfileEntry
 from yuan_train.config.run import Effort, Recompute, ScheduleName, SearchConfig
-from yuan_train.planner.costs.plan_problem import Replica, plan_on_cards
 from yuan_train.planner.costs.unit_costs import Costs
+from yuan_train.planner.costs.workload import Replica, plan_on_cards
 
 StageGroup = tuple[Replica, ...]
 """The replicas of one stage of one pipeline."""

@@ -10,8 +10,8 @@ from yuan_train.config.cluster import Card
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import Recompute
 from yuan_train.config.units import show_bytes
-from yuan_train.planner.costs.plan_problem import PlanProblem, Replica, disk_bytes, host_bytes, slot_bytes
 from yuan_train.planner.costs.unit_costs import Costs, without_critic
+from yuan_train.planner.costs.workload import PlanProblem, Replica, disk_bytes, host_bytes, slot_bytes
 from yuan_train.planner.evaluate.plan_cost import cost_stages
 from yuan_train.planner.evaluate.stage_cost import StageCost, change_stage
 from yuan_train.planner.search.candidate import Candidate, Space, judge, rank

@@ -29,8 +29,8 @@ from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped, Yua
 from yuan_train.config.plan import Plan, copied_bytes, uncatalogued_types
 from yuan_train.config.run import HostCopies, SearchConfig, check_prices
 from yuan_train.config.units import show_bytes
-from yuan_train.planner.costs.plan_problem import PlanProblem, node_host_bytes
 from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.costs.workload import PlanProblem, node_host_bytes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search.search import SearchResult, search_plan
 
