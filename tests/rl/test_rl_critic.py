@@ -35,9 +35,9 @@ from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.rl import updates
-from yuan_train.rl.critic import Critic
 from yuan_train.rl.job import check_supported, prepare_rl
 from yuan_train.rl.passes import RowFeed
+from yuan_train.rl.updates import Critic
 from yuan_train.train.job import Position
 
 PPO = ("algorithm.name=ppo", "critic={learning_rate: 0.01, gamma: 0.9, lam: 0.8, value_clip: 0.05}")

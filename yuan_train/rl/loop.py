@@ -29,7 +29,6 @@ from yuan_train.parallel.device import keep_freed_memory
 from yuan_train.parallel.groups import enter_role, enter_world, sum_over_world
 from yuan_train.rl.apart import RemoteCollector, Told, own_fleet
 from yuan_train.rl.collect import Collected, Collector, turns_of
-from yuan_train.rl.critic import Critic, Reference, Renewal, finish_weight_sync, load_reference
 from yuan_train.rl.experience import Group
 from yuan_train.rl.generator import GenerationEngine, make_engine, pipeline_group
 from yuan_train.rl.helpers import Conversation, Environments, Helpers, helping, talking_rank
@@ -44,7 +43,15 @@ from yuan_train.rl.roles import (
     fates_of,
     job_ranks,
 )
-from yuan_train.rl.updates import Updater, UpdateResult
+from yuan_train.rl.updates import (
+    Critic,
+    Reference,
+    Renewal,
+    Updater,
+    UpdateResult,
+    finish_weight_sync,
+    load_reference,
+)
 from yuan_train.train.agreement import agree_on_job
 from yuan_train.train.build import build, restore
 from yuan_train.train.ending import ending_together, explaining_memory
