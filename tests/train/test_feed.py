@@ -9,7 +9,7 @@ import pytest
 from yuan_train.config.errors import DataError
 from yuan_train.data.loader import Batch, Blend
 from yuan_train.parallel.device import CPU
-from yuan_train.train.feed import Feed, Share
+from yuan_train.train.stage import Feed, Share
 
 GLOBAL, SIZE, LENGTH = 8, 2, 3
 

@@ -45,8 +45,8 @@ from yuan_train.parallel.zero import OwnedState
 from yuan_train.train.agreement import check_same_job
 from yuan_train.train.build import build
 from yuan_train.train.engine import StepRequest, measure_step
-from yuan_train.train.feed import Passes
 from yuan_train.train.job import Position, prepare
+from yuan_train.train.stage import Passes
 from yuan_train.train.step import Trainer, train_step
 from yuan_train.train.trace import device_clock
 

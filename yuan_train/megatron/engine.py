@@ -62,9 +62,9 @@ from yuan_train.train.engine import (
     num_terms,
     step_metrics,
 )
-from yuan_train.train.feed import Feed, MicroBatch, Share, resets_after
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
+from yuan_train.train.stage import Feed, MicroBatch, Share, resets_after
 
 KINDS = (WEIGHTS, *OPTIMIZER_STATES)
 

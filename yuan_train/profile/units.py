@@ -47,9 +47,8 @@ from yuan_train.parallel.groups import Groups, one_communicator
 from yuan_train.parallel.shard import Shard
 from yuan_train.parallel.tensor import Meanwhile, ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.parallel.zero import OwnedState
-from yuan_train.train.feed import MicroBatch, make_micro_batch, resets_after
 from yuan_train.train.job import type_of
-from yuan_train.train.stage import StageRunner, StageSettings
+from yuan_train.train.stage import MicroBatch, StageRunner, StageSettings, make_micro_batch, resets_after
 from yuan_train.train.step import Optimizer
 
 SECONDS_PER_UNIT = 1.5

@@ -43,8 +43,7 @@ from yuan_train.rl.experience import Answers, Rows, make_score_rows
 from yuan_train.train.agreement import agreeing
 from yuan_train.train.build import DTYPES
 from yuan_train.train.engine import StepRequest, StepResult
-from yuan_train.train.feed import MicroBatch, Passes
-from yuan_train.train.stage import Targets
+from yuan_train.train.stage import MicroBatch, Passes, Targets
 from yuan_train.train.step import Trainer, forward_pass, recording, train_step
 
 

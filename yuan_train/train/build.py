@@ -31,9 +31,19 @@ from yuan_train.parallel.shard import TensorBox, box_views
 from yuan_train.parallel.zero import STATES, EngineOptions
 from yuan_train.train.agreement import settle_forms
 from yuan_train.train.engine import ExpertLoad, Progress, routers_of
-from yuan_train.train.feed import Feed, Passes, Share, resets_after
 from yuan_train.train.job import Job
-from yuan_train.train.stage import Objective, PagedRunner, PairLoss, StageRunner, StageSettings, stage_needs
+from yuan_train.train.stage import (
+    Feed,
+    Objective,
+    PagedRunner,
+    PairLoss,
+    Passes,
+    Share,
+    StageRunner,
+    StageSettings,
+    resets_after,
+    stage_needs,
+)
 from yuan_train.train.step import Optimizer, Trainer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -38,9 +38,9 @@ from yuan_train.parallel.apply import RankRuntime
 from yuan_train.parallel.device import peak_footprint_bytes
 from yuan_train.parallel.grid import Grid, RankCoord
 from yuan_train.parallel.groups import Groups, gather_on_first, guard_world_collective, sum_over_world
-from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import Moved, StepMetrics, is_logged, peak_flops
+from yuan_train.train.stage import Passes
 from yuan_train.train.trace import StepClock
 
 

@@ -1,20 +1,30 @@
-"""Runs one stage's part of the model on micro-batches, for the executor (its `StageWork`).
+"""Runs one stage's part of the model on micro-batches, which a thread has read ahead of need.
 
-The last stage's `Objective` makes of its hidden state a run's loss, or the scores of rows for a reference.
+A rank reads the micro-batches of its own replica, and only what its stages use: tokens in the first stage and
+where something is reset at document ends, targets in the last. All ranks of a tensor-parallel group read the
+same: from the second on out of the page cache, which is cheaper than a broadcast in the middle of a step. The
+thread reads the rest of the current pass (a training step, or a batch of the validation data), then the next
+one: at most two passes of a rank are in memory, 24 bytes a token.
+
+The last stage's `Objective` makes of its hidden state a run's loss, or scores of rows for a reference.
 B = rows of a micro-batch; of preference pairs rows 2i and 2i + 1 are the chosen and the rejected answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from yuan_train.config.run import ObjectiveConfig
+from yuan_train.config.run import DataConfig, ObjectiveConfig
+from yuan_train.data.loader import Samples
+from yuan_train.models.attention import DocumentResets, find_resets
 from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer
 from yuan_train.objectives.losses import log_ratio_margin, preference_loss, reward_loss
@@ -22,7 +32,244 @@ from yuan_train.parallel.copies import ActivationTiers, ParameterPages, StagePag
 from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.parallel.device import Device
 from yuan_train.schedule.step import PAGING, Kind, Step
-from yuan_train.train.feed import MicroBatchSource
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank uses of a micro-batch, on the host; int64 [B, S], pinned if a card reads them."""
+
+    tokens_BS: Tensor | None
+    targets_BS: Tensor | None
+    resets: DocumentResets
+    trained_tokens: int
+    """Targets with a loss; 0 if the rank uses no targets."""
+    places_B: Tensor | None = None
+    """Of preference pairs; see `Batch.places`."""
+    experts_BSLK: Tensor | None = None
+    """int16: the experts that all layers take for each token; None: those that they choose."""
+
+
+class MicroBatchSource(Protocol):
+    """Where a stage gets its micro-batches from."""
+
+    def take(self, micro_batch: int) -> MicroBatch:
+        """A micro-batch of the current pass; each stage that uses it takes it once."""
+        ...
+
+
+Key = tuple[Samples, int]
+"""A pass over one global batch: the data, and its first sample."""
+
+
+class Passes(ABC):
+    """A source of the micro-batches of one global batch after another; a context manager."""
+
+    def __init__(self) -> None:
+        self.batch_tokens: dict[Key, int] = {}
+        """Trained tokens of whole global batches, as the ranks have agreed on them."""
+
+    @abstractmethod
+    def take(self, micro_batch: int) -> MicroBatch:
+        """See `MicroBatchSource`."""
+
+    def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
+        """Start a pass over the global batch from `first_sample` on; the one from `then` on is next."""
+        return
+
+    def count_trained(self, blend: Samples, first_sample: int) -> int:
+        """Targets with a loss that this rank reads in a pass that was begun or announced."""
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is taken any more."""
+        return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which samples a rank reads, and what it uses of them."""
+
+    first_sequence: int
+    """Offset of its pipeline's share in a global batch."""
+    micro_batch_size: int
+    takers: Mapping[int, int]
+    """How many of its stages take each micro-batch that it runs, in the order of their forwards; those that
+    none takes are not read."""
+    with_tokens: bool
+    with_targets: frozenset[int]
+    """The micro-batches of which it runs the last stage."""
+    resets: Mapping[str, Any]
+    """See `resets_after`."""
+    device: Device
+
+    def read(self, blend: Samples, first_sample: int, micro_batch: int) -> MicroBatch:
+        """Read a micro-batch of the global batch that begins at `first_sample`. Raises DataError."""
+        first = first_sample + self.first_sequence + micro_batch * self.micro_batch_size
+        batch = blend.batch(first, self.micro_batch_size)
+        found = make_micro_batch(
+            torch.from_numpy(batch.inputs),
+            torch.from_numpy(batch.targets) if micro_batch in self.with_targets else None,
+            resets=self.resets,
+            keep_tokens=self.with_tokens,
+            trained_tokens=batch.num_trained if micro_batch in self.with_targets else 0,
+            device=self.device,
+        )
+        if batch.places is None or found.targets_BS is None:
+            return found
+        return replace(found, places_B=torch.from_numpy(batch.places))
+
+
+def resets_after(data: DataConfig, eod_id: int | None) -> dict[str, Any]:
+    """The keyword arguments of `find_resets`, which resets nothing if the token is None."""
+    flags = "reset_position_ids", "reset_attention", "reset_filter"
+    return {"eod_id": eod_id, **{flag: getattr(data, flag) for flag in flags}}
+
+
+def make_micro_batch(
+    tokens_BS: Tensor,
+    targets_BS: Tensor | None,
+    *,
+    resets: Mapping[str, Any],
+    keep_tokens: bool = True,
+    trained_tokens: int = 0,
+    device: Device,
+) -> MicroBatch:
+    """A micro-batch of tokens and targets [B, S] on the host, with what the model resets in it."""
+    found = find_resets(tokens_BS, **resets)
+    return MicroBatch(
+        device.on_host(tokens_BS) if keep_tokens else None,
+        device.on_host(targets_BS) if targets_BS is not None else None,
+        found.placed(device.on_host),
+        trained_tokens,
+    )
+
+
+@dataclass(eq=False)
+class _Pass:
+    """What is read of a pass so far."""
+
+    key: Key
+    ready: dict[int, MicroBatch] = field(default_factory=dict[int, MicroBatch])
+    takes: dict[int, int] = field(default_factory=dict[int, int])
+    num_read: int = 0
+    trained_tokens: int = 0
+    error: BaseException | None = None
+
+
+class Feed(Passes):
+    """Reads the micro-batches of one rank in a thread, in the order in which they are taken.
+
+    Use as a context manager, or `close` it: the thread ends with it. An error of the thread is raised where
+    the micro-batch that it could not read is taken.
+    """
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        self._share = share
+        self._order = tuple(share.takers)
+        self._passes: list[_Pass] = []
+        """The current one and those to read ahead, in the order of reading."""
+        self._current: _Pass | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, blend: Samples, first_sample: int, *, then: int | None = None) -> None:
+        """Start a pass over the global batch from `first_sample` on; the one from `then` on is read next."""
+        with self._changed:
+            if self._current is not None:
+                self._passes.remove(self._current)
+            self._current = self._find(blend, first_sample) or self._add((blend, first_sample), at=0)
+            if then is not None and self._find(blend, then) is None:
+                self._add((blend, then), at=len(self._passes))
+            self._changed.notify_all()
+        if self._thread is None and self._order:
+            # A daemon: a process that ends by an error elsewhere must not wait for a slow disk.
+            self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+            self._thread.start()
+
+    def take(self, micro_batch: int) -> MicroBatch:
+        """A micro-batch of the current pass; waits until it is read. Raises what reading it has raised."""
+        current = self._current
+        assert current is not None and self._thread is not None
+        with self._changed:
+            while micro_batch not in current.ready:
+                if current.error is not None:
+                    raise current.error
+                self._changed.wait()
+            current.takes[micro_batch] = current.takes.get(micro_batch, 0) + 1
+            if current.takes[micro_batch] < self._share.takers[micro_batch]:
+                return current.ready[micro_batch]
+            return current.ready.pop(micro_batch)
+
+    def count_trained(self, blend: Samples, first_sample: int) -> int:
+        """Targets with a loss that this rank reads in a pass that was begun or announced; waits for it.
+
+        0 if it uses no targets. If they cannot be read, the number is wrong: `take` raises in that pass.
+        """
+        if not self._share.with_targets:
+            return 0
+        with self._changed:
+            found = self._find(blend, first_sample)
+            assert found is not None, "the pass was begun or announced"
+            self._changed.wait_for(lambda: self._is_finished(found))
+            return found.trained_tokens
+
+    def close(self) -> None:
+        """End the thread; waits for the micro-batch that it is reading."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _find(self, blend: Samples, first_sample: int) -> _Pass | None:
+        return next((found for found in self._passes if found.key == (blend, first_sample)), None)
+
+    def _add(self, key: Key, *, at: int) -> _Pass:
+        added = _Pass(key)
+        self._passes.insert(at, added)
+        return added
+
+    def _is_finished(self, reading: _Pass) -> bool:
+        return reading.error is not None or reading.num_read == len(self._order)
+
+    def _run(self) -> None:
+        # It pins what it reads.
+        self._share.device.use()
+        while (reading := self._next()) is not None:
+            blend, first_sample = reading.key
+            micro_batch = self._order[reading.num_read]
+            batch, failure = None, None
+            try:
+                batch = self._share.read(blend, first_sample, micro_batch)
+            except BaseException as error:  # Raised by `take`, in the thread that trains.
+                failure = error
+            with self._changed:
+                reading.error = failure
+                if batch is not None:
+                    reading.ready[micro_batch] = batch
+                    reading.trained_tokens += batch.trained_tokens
+                    reading.num_read += 1
+                self._changed.notify_all()
+
+    def _next(self) -> _Pass | None:
+        """The first pass that is not finished; waits for one. None: the feed is closed."""
+        with self._changed:
+            found: list[_Pass] = []
+
+            def has_work() -> bool:
+                found[:] = [reading for reading in self._passes if not self._is_finished(reading)][:1]
+                return self._closed or bool(found)
+
+            self._changed.wait_for(has_work)
+            return None if self._closed else found[0]
 
 
 @dataclass(frozen=True)
@@ -125,11 +372,11 @@ def row_scores(model: Transformer, hidden_BSH: Tensor, targets_BS: Tensor) -> Te
 class Loaded:
     """What a forward needs of its samples, on the device; int64 [B, S]."""
 
-    tokens_BS: torch.Tensor | None = None
+    tokens_BS: Tensor | None = None
     targets: Targets | None = None
     resets: dict[str, Any] = field(default_factory=dict)
     """The model's arguments for what the run resets at document ends."""
-    experts_BSLK: torch.Tensor | None = None
+    experts_BSLK: Tensor | None = None
     """See `MicroBatch`."""
 
 
@@ -142,21 +389,21 @@ class Repeat:
         self.compare = compare
         """What is called then."""
         self.loaded = Loaded()
-        self.hidden_BSH: torch.Tensor | None = None
+        self.hidden_BSH: Tensor | None = None
         self.output = torch.empty(0)
-        self.gradient: torch.Tensor | None = None
+        self.gradient: Tensor | None = None
         """Of the output."""
 
-    def keep(self, loaded: Loaded, hidden_BSH: torch.Tensor | None, output: torch.Tensor) -> None:
+    def keep(self, loaded: Loaded, hidden_BSH: Tensor | None, output: Tensor) -> None:
         """The forward has ended."""
         self.loaded, self.hidden_BSH, self.output = loaded, hidden_BSH, output.detach()
         output.register_hook(self._keep_gradient)
 
-    def _keep_gradient(self, gradient: torch.Tensor) -> None:
+    def _keep_gradient(self, gradient: Tensor) -> None:
         self.gradient = gradient
 
     @property
-    def input_gradient(self) -> torch.Tensor | None:
+    def input_gradient(self) -> Tensor | None:
         """That of the hidden state from the stage before; None on the first stage."""
         return None if self.hidden_BSH is None else self.hidden_BSH.grad
 
@@ -235,7 +482,7 @@ class StageRunner:
                 None if batch.experts_BSLK is None else self._upload(batch.experts_BSLK),
             )
 
-    def forward(self, micro_batch: int, hidden_BSH: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, micro_batch: int, hidden_BSH: Tensor | None) -> Tensor:
         """Hidden state [B, S, H]; on the last stage the micro-batch's share of the mean loss, times `scale`.
 
         `hidden_BSH` is the output of the stage before; None on the first stage. `load` must have been called.
@@ -263,7 +510,7 @@ class StageRunner:
         sample = self._first_sample + micro_batch * settings.micro_batch_size
         return {"dropout_seed": DropoutSeed(settings.seed, sample) if training else None, **batch.resets}
 
-    def _result(self, output: torch.Tensor, batch: Loaded) -> torch.Tensor:
+    def _result(self, output: Tensor, batch: Loaded) -> Tensor:
         """What `forward` returns, of the model's output."""
         if self._model.has_head:
             assert batch.targets is not None
@@ -278,7 +525,7 @@ class StageRunner:
             output.requires_grad_()
         return output * self._scale if self._model.has_head else output
 
-    def compute_again(self, first: Repeat) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def compute_again(self, first: Repeat) -> tuple[Tensor, Tensor | None]:
         """Forward and backward of a micro-batch once more: its output, and the gradient of its input (None on
         the first stage). Gradients of weights accumulate; nothing else counts it."""
         loss, finite = self.loss.clone(), self.finite.clone()
@@ -297,7 +544,7 @@ class StageRunner:
         return output, None if given is None else given.grad
 
     @contextmanager
-    def _choosing(self, experts_BSLK: torch.Tensor | None) -> Iterator[None]:
+    def _choosing(self, experts_BSLK: Tensor | None) -> Iterator[None]:
         """Inside, layers take these experts for a micro-batch's tokens."""
         routers = {i: block.router for i, block in self._model.blocks.items() if block.has_experts}
         if experts_BSLK is not None:
@@ -347,11 +594,11 @@ class PagedRunner(StageRunner):
         super().__init__(*arguments, **keys)
         self._pages, self._steps = pages, steps
         self._batches: dict[int, Loaded] = {}
-        self._hidden: dict[int, torch.Tensor] = {}
+        self._hidden: dict[int, Tensor] = {}
         """By micro-batch, what its next part takes: a hidden state, or tokens."""
-        self._gradients: dict[int, torch.Tensor | None] = {}
+        self._gradients: dict[int, Tensor | None] = {}
         """By micro-batch, what the next part of its backward takes."""
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
         """By micro-batch and part, its input and, of the rest of the stage, its output."""
 
     def load(self, micro_batch: int) -> None:
@@ -359,7 +606,7 @@ class PagedRunner(StageRunner):
         super().load(micro_batch)
         self._batches[micro_batch], self._loaded = self._loaded, Loaded()
 
-    def hold(self, kind: Kind, micro_batch: int, tensor: torch.Tensor | None, *, training: bool) -> bool:
+    def hold(self, kind: Kind, micro_batch: int, tensor: Tensor | None, *, training: bool) -> bool:
         """Keep the hidden state or the gradient of a member; whether its group is complete."""
         if kind == "backward":
             self._gradients[micro_batch] = tensor
@@ -369,7 +616,7 @@ class PagedRunner(StageRunner):
             self._hidden[micro_batch] = hidden
         return (kind, micro_batch) in self._groups(training)
 
-    def run_group(self, kind: Kind, micro_batch: int, *, training: bool) -> dict[int, torch.Tensor | None]:
+    def run_group(self, kind: Kind, micro_batch: int, *, training: bool) -> dict[int, Tensor | None]:
         """Take all steps of the group that a micro-batch ends; by member the hidden state [B, S, H] or the
         loss of a forward, the gradient of the stage's input (None on the first stage) of a backward."""
         groups = self._groups(training)
@@ -410,9 +657,7 @@ class PagedRunner(StageRunner):
         torch.autograd.backward(output, self._gradients[m])
         self._gradients[m] = given.grad
 
-    def _run(
-        self, step: Step, given: torch.Tensor, *, training: bool, keeps: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, step: Step, given: Tensor, *, training: bool, keeps: bool) -> tuple[Tensor, Tensor]:
         """Input and output of a part, which `keeps` what its backward needs or nothing."""
         m, part = step.micro_batch, step.part
         given = given.detach()

@@ -70,10 +70,18 @@ from yuan_train.train.engine import (
     num_terms,
     step_metrics,
 )
-from yuan_train.train.feed import Passes
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics
-from yuan_train.train.stage import Objective, PagedRunner, PairLoss, Repeat, RowScores, StageRunner, TokenLoss
+from yuan_train.train.stage import (
+    Objective,
+    PagedRunner,
+    PairLoss,
+    Passes,
+    Repeat,
+    RowScores,
+    StageRunner,
+    TokenLoss,
+)
 
 NUMBERS = "reference.npy"
 """fp64 [pairs, 2], in the order of the file of pairs: of the chosen and of the rejected answer."""
