@@ -38,9 +38,9 @@ ROOMS = {
     "megatron": (4, 1115),
     "models": (12, 3414),
     "objectives": (2, 196),
-    "parallel": (18, 7452),  # who was away is named; paces of simulated cards; ranks that look again soon
+    "parallel": (17, 7449),  # who was away is named; paces of simulated cards; ranks that look again soon
     "planner": (36, 11856),  # few cards searched again, and even splits of the whole batch
-    "profile": (5, 1390),
+    "profile": (5, 1389),
     "report": (5, 1725),  # cards with their state, plans over time, logs that grow
     "rl": (15, 7143),  # environments of what servers draw: a request a turn
     "schedule": (7, 2095),  # what makes programs is a value; programs with copies, which the planner had

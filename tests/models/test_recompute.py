@@ -16,7 +16,7 @@ from yuan_train.models.experts import Choice, Router
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import tensor
 from yuan_train.parallel.apply import apply_expert_parallel
-from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.gradients import DeferredGrads, add_weight_grads
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel, shard_parameters
 from yuan_train.planner.costs.workload import TensorGroup, TokenRows, model_work
 
@@ -75,7 +75,7 @@ def test_kept_bytes_of_adapters_on_a_frozen_base(variant, recompute):
     init_weights(part, seed=0)
     for name, parameter in part.named_parameters():
         parameter.requires_grad_(is_trained(model, name))
-    add_weight_grads(part, DeferredWeightGrads(), sharding_of(model)[0])
+    add_weight_grads(part, DeferredGrads(), sharding_of(model)[0])
     work = model_work(model, TokenRows(2, 48, "fp32"), logit_rows=48)
     assert kept_by(part) == 4 * work.layer.kept_bytes(recompute) + 48 * model.rotary_size * 4
     assert sum(p.numel() for p in part.parameters()) == 4 * work.layer.parameters

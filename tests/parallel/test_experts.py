@@ -13,7 +13,7 @@ from tests.support.ranks import Case, run_alone, run_cases, saved_tensors
 from yuan_train.config.model import sharding_of
 from yuan_train.config.plan_constraints import validate_plan
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.gradients import DeferredGrads, add_weight_grads
 
 MODEL = {"hidden_size": 32, "num_layers": 4, "init_std": 0.2} | VARIANTS["yuan-m32"] | {"head_dim": 16}
 KEYS = ("train.steps=2", "train.micro_batch_size=2", "validation.every=0", "optimizer.bucket_size=1")
@@ -81,7 +81,7 @@ def test_gradients_of_experts_go_into_the_buckets(split: bool, recompute: str) -
         init_weights(model, seed=1)
     ours, plain = models
     plain.loss(plain(tokens), tokens.roll(-1, 1)).backward()
-    deferred = DeferredWeightGrads()
+    deferred = DeferredGrads()
     names = add_weight_grads(ours, deferred, sharding_of(config)[0])
     mine = {name.split(".", 2)[2] for name in names if ".experts." in name or ".router." in name}
     assert mine == {"router.weight", "experts.up.weight", "experts.down.weight"}

@@ -5,8 +5,14 @@ import torch
 
 from tests.support.models import tiny_model
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.parallel.deferred import add_embedding_rows
-from yuan_train.parallel.gradients import BLOCK, FlatBucket, adds_up_in_fp64, sum_of_squares, wide_norm
+from yuan_train.parallel.gradients import (
+    BLOCK,
+    FlatBucket,
+    add_embedding_rows,
+    adds_up_in_fp64,
+    sum_of_squares,
+    wide_norm,
+)
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.shard import Shard
 

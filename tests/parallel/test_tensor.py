@@ -19,7 +19,7 @@ from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.models.layers import SAVE_ALL
 from yuan_train.models.transformer import Transformer, init_weights
 from yuan_train.parallel import tensor
-from yuan_train.parallel.deferred import DeferredWeightGrads, add_weight_grads
+from yuan_train.parallel.gradients import DeferredGrads, add_weight_grads
 from yuan_train.parallel.shard import sharding_style
 from yuan_train.parallel.tensor import ShardSpec, apply_tensor_parallel
 from yuan_train.planner.costs.unit_costs import UnitCost, card_costs
@@ -185,7 +185,7 @@ def test_products_of_columns_run_beside_the_all_reduce_of_their_input(
     monkeypatch.setattr(ops, "add_product_", add_product_)
 
     def gradients(overlaps: bool) -> tuple[str, dict[str, torch.Tensor]]:
-        deferred = DeferredWeightGrads(reduces_inputs=overlaps)
+        deferred = DeferredGrads(reduces_inputs=overlaps)
         part = Transformer(model, embedding=False, head=False, recompute=recompute)
         init_weights(part, seed=0)
         meanwhile = deferred.run_queued if overlaps else None

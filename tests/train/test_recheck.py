@@ -20,7 +20,7 @@ from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel import transport
-from yuan_train.parallel.deferred import DeferredWeightGrads
+from yuan_train.parallel.gradients import DeferredGrads
 from yuan_train.train.job import Position, prepare
 from yuan_train.train.run import train
 from yuan_train.train.step import Trainer
@@ -76,7 +76,7 @@ def flip_lowest_bit(tensor: torch.Tensor) -> None:
 def flipping(what: str, weight: str) -> Iterator[None]:
     """Inside, the second step meets a flipped bit, once; a weight has it after the step."""
     number, is_due = iter(range(1, 100)), [False]
-    step, take, splitting = Trainer.step, transport.PendingReceive.take, DeferredWeightGrads.splitting  # pyright: ignore
+    step, take, splitting = Trainer.step, transport.PendingReceive.take, DeferredGrads.splitting  # pyright: ignore
     trainers: list[Trainer] = []
 
     def stepping(self: Trainer, *arguments: Any) -> Any:
@@ -107,7 +107,7 @@ def flipping(what: str, weight: str) -> Iterator[None]:
     with (
         patch.object(Trainer, "step", stepping),
         patch.object(transport.PendingReceive, "take", taking),  # pyright: ignore[reportPrivateUsage]
-        patch.object(DeferredWeightGrads, "splitting", split),
+        patch.object(DeferredGrads, "splitting", split),
     ):
         yield
 

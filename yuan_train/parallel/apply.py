@@ -24,10 +24,15 @@ from yuan_train.config.errors import PlanError
 from yuan_train.config.model import is_trained
 from yuan_train.config.plan import Plan, StagePlan, expert_ranges
 from yuan_train.parallel.copies import StagePages, page_slab, stage_pages
-from yuan_train.parallel.deferred import DeferredWeightGrads, take_over_weight_grads
 from yuan_train.parallel.device import Device, HostSlab
 from yuan_train.parallel.executor import Boundary, Bridge
-from yuan_train.parallel.gradients import FlatBucket, FlatParameter, GradReducer
+from yuan_train.parallel.gradients import (
+    DeferredGrads,
+    FlatBucket,
+    FlatParameter,
+    GradReducer,
+    take_over_weight_grads,
+)
 from yuan_train.parallel.grid import Grid, RankCoord, unit_of
 from yuan_train.parallel.groups import Groups, make_groups
 from yuan_train.parallel.shard import Shard
@@ -88,7 +93,7 @@ class RankRuntime:
     evaluation_program: RankProgram
     parts: Mapping[int, torch.nn.Module]
     """This rank's part of the model, by stage."""
-    deferred: Mapping[int, DeferredWeightGrads]
+    deferred: Mapping[int, DeferredGrads]
     """By stage: the weight gradients that a split backward defers."""
     shards: Mapping[str, Shard]
     """The shard that this rank holds of each parameter, by global name."""
@@ -194,12 +199,12 @@ def _buckets_of(buckets: Sequence[FlatBucket]) -> dict[str, list[int]]:
 
 def _add_collectives(
     grid: Grid, coord: RankCoord, modules: Mapping[int, torch.nn.Module], spec: ShardSpec, groups: Groups
-) -> dict[int, DeferredWeightGrads]:
+) -> dict[int, DeferredGrads]:
     """Add the collectives of this rank's group to its parts: of shared experts, or of tensor parallelism.
 
     Returns where each part's weight gradients wait: under tensor parallelism also beside those collectives.
     """
-    deferred = {number: DeferredWeightGrads() for number in modules}
+    deferred = {number: DeferredGrads() for number in modules}
     if groups.tensor is None:
         return deferred
     for number, module in modules.items():
@@ -207,7 +212,7 @@ def _add_collectives(
         if ranges is not None:
             apply_expert_parallel(module, groups.tensor, first_expert=ranges[coord.tensor_rank][0])
         else:
-            deferred[number] = DeferredWeightGrads(reduces_inputs=True)
+            deferred[number] = DeferredGrads(reduces_inputs=True)
             apply_tensor_parallel(module, spec, groups.tensor, meanwhile=deferred[number].run_queued)
     return deferred
 

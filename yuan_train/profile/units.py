@@ -29,7 +29,6 @@ from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
 from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.transformer import Transformer, choose_ops, initial_rows
 from yuan_train.parallel.apply import init_shard, remove_experts
-from yuan_train.parallel.deferred import DeferredWeightGrads, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.device import (
     Device,
     can_track_memory,
@@ -41,7 +40,7 @@ from yuan_train.parallel.device import (
     reset_peak_memory,
 )
 from yuan_train.parallel.executor import Stopwatch
-from yuan_train.parallel.gradients import FlatBucket
+from yuan_train.parallel.gradients import DeferredGrads, FlatBucket, add_embedding_rows, add_weight_grads
 from yuan_train.parallel.grid import Bucket
 from yuan_train.parallel.groups import Groups, one_communicator
 from yuan_train.parallel.shard import Shard
@@ -243,7 +242,7 @@ class _Unit:
 
     def __init__(self, case: ProfileCase, *, layers: int, bare: bool = False, **ends: bool) -> None:
         self.case = case
-        deferred = DeferredWeightGrads(reduces_inputs=case.group is not None)
+        deferred = DeferredGrads(reduces_inputs=case.group is not None)
         what = {"layers": (0, layers), "embedding": False, "head": False, **ends, "recompute": case.recompute}
         self.part, shards = make_part(case, case.model, bare=bare, meanwhile=deferred.run_queued, **what)
         if bare:

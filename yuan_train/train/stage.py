@@ -29,8 +29,8 @@ from yuan_train.models.layers import DropoutSeed
 from yuan_train.models.transformer import IGNORE_INDEX, Transformer
 from yuan_train.objectives.losses import log_ratio_margin, preference_loss, reward_loss
 from yuan_train.parallel.copies import ActivationTiers, ParameterPages, StagePages
-from yuan_train.parallel.deferred import DeferredWeightGrads
 from yuan_train.parallel.device import Device
+from yuan_train.parallel.gradients import DeferredGrads
 from yuan_train.schedule.step import PAGING, Kind, Step
 
 
@@ -436,7 +436,7 @@ class StageRunner:
         settings: StageSettings,
         *,
         device: Device,
-        deferred: DeferredWeightGrads,
+        deferred: DeferredGrads,
         objective: Objective | None = None,
         tiers: ActivationTiers | None = None,
     ) -> None:
