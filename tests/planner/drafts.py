@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
-from yuan_train.planner.evaluate.tables import RECOMPUTES, Tables
 from yuan_train.planner.native import core
 from yuan_train.planner.native.core import MAX_REPLICAS, NAMES, DraftTable, PipelineRow, StageRow, most_stages
 from yuan_train.planner.native.library import structure
+from yuan_train.planner.search.drafts import RECOMPUTES, Tables
 from yuan_train.schedule.copies import DEFAULT_AHEAD
 
 structure("stage_price")

@@ -31,8 +31,8 @@ from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.evaluate.stage_cost import TooFewResidentInPlan
-from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.core import NAMES, DraftTable, SpaceTable
+from yuan_train.planner.search.drafts import Tables, make_tables, plan_of
 
 SIZES, WIDTHS = (1, 2), (1, 2, 4)
 

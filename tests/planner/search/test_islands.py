@@ -16,9 +16,9 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.evaluate.tables import plan_of
 from yuan_train.planner.search import islands
 from yuan_train.planner.search.candidate import Candidate, Space
+from yuan_train.planner.search.drafts import plan_of
 from yuan_train.planner.search.find import Plans
 from yuan_train.planner.search.search import search_plan
 from yuan_train.planner.search.shapes import read_options, wanted_shapes

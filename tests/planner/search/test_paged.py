@@ -13,7 +13,7 @@ from yuan_train.config.cluster import Disk, Host
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan, cost_stages
-from yuan_train.planner.evaluate.tables import make_tables
+from yuan_train.planner.search.drafts import make_tables
 from yuan_train.planner.search.paged import with_disks
 
 DEEP = replace(BIG, num_layers=4)

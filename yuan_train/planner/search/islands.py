@@ -22,10 +22,9 @@ from yuan_train.config.cluster import Card, NodeGroup
 from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.costs.workload import plan_on_cards
-from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.core import NAMES, DraftTable, SpaceTable, run_together
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.drafts import FEW_CARDS, draft_space
+from yuan_train.planner.search.drafts import FEW_CARDS, Tables, draft_space, make_tables, plan_of
 from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options
 from yuan_train.planner.search.shortfall import most_copies, state_of

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from yuan_train.config.cluster import Card
 from yuan_train.config.run import ScheduleName
 from yuan_train.planner.costs.unit_costs import CardCosts, Costs, UnitCost, share_of_layer
-from yuan_train.planner.evaluate.tables import Tables, make_tables, plan_of
 from yuan_train.planner.native.core import MAX_REPLICAS, NAMES, ProofShape, ProofSlot
 from yuan_train.planner.search.candidate import Candidate, Space, judge
-from yuan_train.planner.search.drafts import draft_space
+from yuan_train.planner.search.drafts import Tables, draft_space, make_tables, plan_of
 from yuan_train.planner.search.shapes import Options, Shape, Slot
 
 Floats = NDArray[np.float64]
