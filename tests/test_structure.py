@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoint": (7, 2959),  # which one a run begins with, which train asked
     "cli": (29, 7304),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6390),  # experts that a rank holds, asked of a plan
-    "data": (8, 3046),
+    "data": (7, 3042),
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),

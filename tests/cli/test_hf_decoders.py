@@ -15,8 +15,7 @@ from tests.support.hf_decoders import write_llama
 from tests.support.project import write_lines
 from tests.support.yuan_hf import read_published, same_bits
 from yuan_train.checkpoint.load import find_checkpoint, load_weights
-from yuan_train.data.indexed import IndexedDataset
-from yuan_train.data.preprocess import preprocess
+from yuan_train.data.indexed import IndexedDataset, preprocess
 from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 from yuan_train.models.transformer import Transformer
 

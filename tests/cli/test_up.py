@@ -21,7 +21,7 @@ from yuan_train.cli.up import find_aim, run_text
 from yuan_train.config.cluster import load_cluster
 from yuan_train.config.model import load_model
 from yuan_train.config.run import load_run
-from yuan_train.data.preprocess import preprocess
+from yuan_train.data.indexed import preprocess
 from yuan_train.data.tokenizer import train_tokenizer
 
 LLAMA = {

@@ -10,9 +10,8 @@ import pytest
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.project import write_lines
 from yuan_train.config.errors import DataError
-from yuan_train.data.indexed import IndexedDataset
+from yuan_train.data.indexed import DocumentFormat, IndexedDataset, preprocess
 from yuan_train.data.loader import IGNORED, SampleSpec, open_corpora
-from yuan_train.data.preprocess import DocumentFormat, preprocess
 from yuan_train.data.prompts import Prompt, read_pairs, read_prompts
 from yuan_train.data.tokenizer import Tokenizer, encode_chat
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.indexed import IndexedDataset
-from yuan_train.data.preprocess import DocumentFormat, preprocess
+from yuan_train.data.indexed import DocumentFormat, IndexedDataset, preprocess
 from yuan_train.data.text import yuan_text
 from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 

@@ -9,9 +9,8 @@ import pytest
 
 from tests.support.project import write_lines
 from yuan_train.config.errors import DataError
-from yuan_train.data import preprocess as module
-from yuan_train.data.indexed import IndexedDataset, bin_path, idx_path
-from yuan_train.data.preprocess import DocumentFormat, preprocess
+from yuan_train.data import indexed as module
+from yuan_train.data.indexed import DocumentFormat, IndexedDataset, bin_path, idx_path, preprocess
 from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 
 SOURCE = Path(json.__file__).parent / "decoder.py"

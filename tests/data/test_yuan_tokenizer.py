@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 
 from yuan_train.config.errors import DataError
-from yuan_train.data.preprocess import preprocess
+from yuan_train.data.indexed import preprocess
 from yuan_train.data.tokenizer import YUAN_SPECIALS, Tokenizer, train_tokenizer
 
 SOURCE = Path(json.__file__).parent / "decoder.py"

@@ -20,7 +20,7 @@ from yuan_train.config.plan import (
     StagePlan,
 )
 from yuan_train.config.run import RunConfig, load_run
-from yuan_train.data.preprocess import preprocess
+from yuan_train.data.indexed import preprocess
 from yuan_train.data.tokenizer import train_tokenizer
 
 MODEL = {

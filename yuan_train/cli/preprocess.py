@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from yuan_train.data.preprocess import CorpusCounts
+    from yuan_train.data.indexed import CorpusCounts
 
 REPORT_SECONDS = 2.0
 NAMED_FILES = 5  # skipped files named one by one; the rest are only counted
@@ -42,7 +42,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Encodes and reports. Raises DataError for inputs that cannot be read, with file:line."""
-    from yuan_train.data.preprocess import DocumentFormat, preprocess
+    from yuan_train.data.indexed import DocumentFormat, preprocess
 
     done = preprocess(
         arguments.input,
