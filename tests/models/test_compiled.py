@@ -6,24 +6,23 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from yuan_train.models import compiled
+from yuan_train.models import transformer
 from yuan_train.models.attention import find_resets
-from yuan_train.models.compiled import compile_blocks
 from yuan_train.models.layers import DropoutSeed
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, compile_blocks
 from yuan_train.train.job import compiler_fault
 
 # Torch looks at .grad of the hidden state while it traces, and hides its own warning, which is an error here.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-INDUCTOR = compiled.BACKEND
+INDUCTOR = transformer.BACKEND
 
 
 @pytest.fixture(autouse=True)
 def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces, differentiates and partitions as inductor does, without its code, which takes seconds."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(transformer, "BACKEND", "aot_eager")
     torch.compiler.reset()
     counters.clear()
 
@@ -105,5 +104,5 @@ def test_compiled_layers_compute_what_plain_ones_do(
 def test_so_does_their_machine_code(
     make_model: Any, tokens_BS: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", INDUCTOR)
+    monkeypatch.setattr(transformer, "BACKEND", INDUCTOR)
     check(make_model, tokens_BS, tolerance=1e-5, dtype=torch.float32)

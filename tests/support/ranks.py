@@ -18,7 +18,7 @@ from tests.support.project import read_metrics, run_config
 from tests.support.spawn import as_rank, free_port, spawn
 from yuan_train.checkpoint.load import find_checkpoint, load_tensors
 from yuan_train.config.plan import Plan
-from yuan_train.models import compiled
+from yuan_train.models import transformer
 from yuan_train.models.layers import _RecomputeFn  # pyright: ignore[reportPrivateUsage]
 from yuan_train.parallel import apply, tensor, transport
 from yuan_train.parallel.copies import ActivationTiers, ParameterPages
@@ -162,7 +162,7 @@ def disabled(key: str) -> Iterator[None]:
         "recompute": (_RecomputeFn, "recompute", _zeros_of(_RecomputeFn.recompute)),
         "token_reduce_scatter": (tensor, "_REDUCE_SCATTER", _keep_own_tokens),
         "norm_all_reduce": (tensor.dist, "all_reduce", _skip_norm(tensor.dist.all_reduce)),
-        "inductor": (compiled, "BACKEND", "aot_eager"),
+        "inductor": (transformer, "BACKEND", "aot_eager"),
         "tensor_broadcast": (transport.Transport, "broadcast", _keep_own_tensor),
     }[key]
     original = getattr(owner, name)

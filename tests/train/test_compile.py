@@ -11,7 +11,7 @@ from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.profile import load_profile
-from yuan_train.models import compiled
+from yuan_train.models import transformer
 from yuan_train.train.job import Position, check_compiler, compiler_fault, prepare
 
 # See tests/models/test_compiled.py.
@@ -34,7 +34,7 @@ def alone(run_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 @pytest.fixture
 def aot_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces and partitions as inductor does, without its code, which takes seconds."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(transformer, "BACKEND", "aot_eager")
     torch.compiler.reset()
     counters.clear()
 
@@ -103,8 +103,8 @@ def test_a_machine_that_cannot_compile_is_refused_before_the_start(
         patch.setenv("CC", "no-such-compiler")
         assert "triton" in (compiler_fault("cuda") or "")
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "BACKEND", full_disk)
+        patch.setattr(transformer, "BACKEND", full_disk)
         with pytest.raises(ConfigError, match="it fails on this machine .*No space left.*: repair that; or"):
             check_compiler(CPU)
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(transformer, "BACKEND", "eager")
     check_compiler(CPU)

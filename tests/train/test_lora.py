@@ -19,7 +19,7 @@ from yuan_train.config.model import ADAPTERS, LoraConfig, ModelConfig, is_traine
 from yuan_train.config.plan_constraints import load_plan
 from yuan_train.config.rl import load_rl
 from yuan_train.config.run import load_run
-from yuan_train.models import compiled
+from yuan_train.models import transformer
 from yuan_train.models.transformer import Transformer, init_weights
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def test_a_plan_computes_what_one_process_computes(tmp_path: Path, name: str) ->
 # See tests/models/test_compiled.py.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_layers_have_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(transformer, "BACKEND", "aot_eager")
     torch.compiler.reset()
     run_file = make_project(tmp_path, model=MODELS["yuan"])
     plan = parse_plan(run_config(run_file, *TWO_STEPS), "1x8: 6@0 selective")

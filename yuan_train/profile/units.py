@@ -26,8 +26,7 @@ from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import PROCESSOR
 from yuan_train.config.profile import ProfileEntry, StageStart, UnitProfile
 from yuan_train.config.run import DataConfig, OptimizerConfig, Recompute
-from yuan_train.models.compiled import compile_blocks
-from yuan_train.models.transformer import Transformer, choose_ops, initial_rows
+from yuan_train.models.transformer import Transformer, choose_ops, compile_blocks, initial_rows
 from yuan_train.parallel.apply import init_shard, remove_experts
 from yuan_train.parallel.device import (
     Device,

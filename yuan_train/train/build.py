@@ -20,8 +20,7 @@ from yuan_train.checkpoint.load import (
 from yuan_train.config.model import ModelConfig, sharding_of
 from yuan_train.config.plan import Plan, StagePlan
 from yuan_train.config.run import RunConfig
-from yuan_train.models.compiled import compile_blocks
-from yuan_train.models.transformer import Transformer, initial_rows
+from yuan_train.models.transformer import Transformer, compile_blocks, initial_rows
 from yuan_train.parallel.apply import InitialRows, ModelParts, RankRuntime, parallelize
 from yuan_train.parallel.copies import ActivationTiers, ParameterPages
 from yuan_train.parallel.device import Device, make_links

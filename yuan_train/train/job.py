@@ -33,7 +33,7 @@ from yuan_train.config.units import show_bytes
 from yuan_train.data.loader import Blend, Samples, SampleSpec, open_corpora, sample_rules
 from yuan_train.data.prompts import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
-from yuan_train.models import compiled
+from yuan_train.models import transformer
 from yuan_train.parallel.device import CPU, CardFacts, Device, cuda_of_driver, visible_cards
 from yuan_train.train.metrics import check_trackers
 
@@ -487,7 +487,7 @@ def _find(*names: str | None) -> str | None:
 
 def _trial_fault(device: torch.device) -> str | None:
     """What a small function's compilation fails with; None if it does not."""
-    function = torch.compile(torch.nn.functional.silu, backend=compiled.BACKEND, dynamic=False)
+    function = torch.compile(torch.nn.functional.silu, backend=transformer.BACKEND, dynamic=False)
     try:
         function(torch.ones(64, device=device))
     except Exception as error:  # Compilers, linkers and file systems may raise anything.
