@@ -1,6 +1,6 @@
 """Plans that the compiled core does not price: each kind is found from the plans that are known so far.
 
-The kinds but the last have rooms of their own. The last: attention on one type of card and feed-forwards on
+Three kinds have rooms of their own. The fourth is here: attention on one type of card and feed-forwards on
 another, as virtual stages. Old cards may have the memory for experts and lack the speed for attention, new
 ones the reverse. Cards of the two types are paired; each pair has consecutive layers, and a micro-batch goes
 to and fro between its cards, half a layer at a time (HeterMoE, arXiv 2504.03871). A layer may also lie on one
