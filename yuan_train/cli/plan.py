@@ -108,17 +108,18 @@ def run(arguments: argparse.Namespace) -> int:
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
     with working("planning"):
         problem, result, rent = _find_plan(problem, arguments, run_config)
-    price = _engine_price(problem, run_config, result)
+    part = rent.chosen.problem if rent else problem
+    price = _engine_price(part, run_config, result)
     changes = None
     if arguments.explain:
-        step = result.best.step_seconds
-        changes = explain_plan(problem, search, micro_batch_size=size, step_seconds=step)
+        step, copies = result.best.step_seconds, run_config.host_copies
+        changes = explain_plan(part, search, micro_batch_size=size, step_seconds=step, copies=copies)
     reasons = {
         **({"The engine": [price_words(**price)]} if price else {}),
         **({"Rent": words.rent_lines(rent)} if rent else {}),
         **({"What limits this plan": words.change_lines(changes)} if changes else {}),
     }
-    answer = _find_answer(result, problem, run_config, arguments)
+    answer = _find_answer(result, part, run_config, arguments)
     if arguments.report:
         page = (
             plan_picture(result, problem)
@@ -167,8 +168,7 @@ def _print_plan(
         for pipeline in result.best.plan.pipelines:
             print(to_layout(pipeline) if arguments.emit == "megatron" else to_blocks(pipeline))
         return
-    lines = _answer_lines(answer, arguments)
-    print(plan_table(result, problem, answer=lines, verbose=arguments.verbose))
+    print(plan_table(result, problem, answer=_answer_lines(answer, arguments), verbose=arguments.verbose))
     for name, words in reasons.items():
         print("\n".join([f"{name}:", *(f" {line}" for line in words)]))
 
@@ -225,16 +225,16 @@ def _find_plan(
 
     copies = run_config.host_copies
     search, size = run_config.feasible_search, run_config.train.micro_batch_size
-    cluster = problem.cluster
-    has_prices = all(cluster.node_price(group) is not None for group in cluster.nodes)
+    has_prices = problem.cluster.nodes_price(problem.cluster.groups) is not None
     if search.objective != "step_time" or (arguments.explain and has_prices):
         if arguments.largest:
             raise ConfigError(
                 f"--largest: search.objective: {search.objective} and --explain choose among parts of the "
                 "cluster, --largest among models; leave one of them out"
             )
-        rent = rent_plan(problem, search, micro_batch_size=size, num_steps=run_config.train.steps)
-        return problem, with_saves(rent.chosen.result, problem, copies), rent
+        num_steps = run_config.train.steps
+        rent = rent_plan(problem, search, micro_batch_size=size, num_steps=num_steps, copies=copies)
+        return problem, rent.chosen.result, rent
     if arguments.largest:
         largest = find_largest(problem, search, micro_batch_size=size)
         print(_largest_words(largest), file=sys.stderr)

@@ -1,16 +1,19 @@
 """Plans by rent, and what would help a plan."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.planner.search.test_search import MODEL, NETWORK, card, problem
+from tests.support.commands import Ask
 from yuan_train.config.cluster import Cluster, NodeGroup
 from yuan_train.config.errors import ConfigError, NoPlanFits
-from yuan_train.config.run import SearchConfig
+from yuan_train.config.load import dump
+from yuan_train.config.run import HostCopies, SearchConfig
 from yuan_train.planner.report.plan import change_lines, rent_lines
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.what_if import explain_plan, rent_plan, with_nodes
+from yuan_train.planner.search.what_if import explain_plan, rent_plan, search_beside_saves, with_nodes
 
 KEYS = {"schedule": ("1f1b",), "micro_batch_size": (1,), "tensor": (1,), "replicas": (1,), "offload": ()}
 
@@ -46,6 +49,31 @@ def test_the_objective_decides_which_nodes_are_rented() -> None:
     assert rent("price_under_deadline", deadline=tight).chosen.step_seconds * 100 <= tight
     with pytest.raises(NoPlanFits, match=r"search\.deadline: .* fewer steps or more cards"):
         rent("price_under_deadline", deadline=tight / 2)
+
+
+def test_what_is_said_of_a_rented_part_is_of_that_part(tmp_path: Path, ask: Ask) -> None:
+    """Each card is in the plan or left out, and no gain is that of the nodes that are not rented."""
+    like = {"count": 1, "device": "Fast", "network": NETWORK}
+    nodes = (NodeGroup(name="cheap", price=1.0, **like), NodeGroup(name="dear", price=9.0, **like))
+    cluster, model = tmp_path / "cluster.yaml", tmp_path / "model.yaml"
+    cluster.write_text(dump(replace(rented().cluster, nodes=nodes)))
+    model.write_text(dump(MODEL))
+    words = ("plan", "--cluster", cluster, "--model", model, "train.precision=fp32", "search.effort=quick")
+    assert len(ask(*words)["stages"]) == 2
+    found = ask(*words, "--explain", "search.objective=tokens_per_price")
+    assert found["left_out"] == [{"card": "dear/0", "reason": "not worth their rent"}]
+    gains = {own["change"]: own["gain"] for own in found["explanation"]}
+    assert gains["one GiB more on each Fast"] == 0 < gains["one more Fast"]
+
+
+def test_what_is_rented_leaves_room_for_saves() -> None:
+    """And of the whole cluster the plan is the one without prices: it is searched as often."""
+    given, search = rented(), SearchConfig(**KEYS)  # type: ignore[arg-type]
+    copies = HostCopies(kept=1)
+    rent = rent_plan(given, search, micro_batch_size=1, num_steps=1, copies=copies)
+    own = search_beside_saves(given, search, micro_batch_size=1, copies=copies)
+    assert rent.chosen.result.best.plan == own.best.plan
+    assert rent.chosen.result.notes == own.notes and "checkpoint.in_memory" in own.notes[-1]
 
 
 def test_a_card_without_price_is_refused() -> None:

@@ -214,9 +214,7 @@ def rent_lines(rent: Rent) -> list[str]:
         lines.append(
             f"{what}: step {slower:+.1%}, price of a step {cheaper:+.1%}; {_rent_words(part)}{chosen}"
         )
-    if rent.stopped:
-        lines.append("search.time_limit ended the search for other nodes to leave out")
-    return lines
+    return [*lines, *["search.time_limit ended the search for other nodes to leave out"] * rent.stopped]
 
 
 def rent_values(rent: Rent) -> list[dict[str, Any]]:
@@ -328,10 +326,7 @@ def describe_shape(candidate: Candidate) -> str:
     if widths != [1]:
         what = "experts over" if plan.divides_experts else "tensor width"
         words.append(f"{what} {'/'.join(map(str, widths))}" + " cards" * plan.divides_experts)
-    if plan.sequence_parallel:
-        words.append("tokens divided")
-    if plan.optimizer_sharding:
-        words.append("optimizer sharded")
+    words += ["tokens divided"] * plan.sequence_parallel + ["optimizer sharded"] * plan.optimizer_sharding
     return ", ".join(words)
 
 
@@ -353,8 +348,7 @@ def step_words(result: SearchResult, problem: PlanProblem) -> str:
         f"gradient reduction {(cost.grad_reduce_seconds + cost.tied_embedding_seconds) / step:.0%}",
         f"optimizer step {cost.update_seconds / step:.0%}",
     ]
-    if result.best.plan.optimizer_sharding:
-        parts.append(f"weight sync {cost.weight_sync_seconds / step:.0%}")
+    parts += [f"weight sync {cost.weight_sync_seconds / step:.0%}"] * result.best.plan.optimizer_sharding
     return " | ".join(parts)
 
 

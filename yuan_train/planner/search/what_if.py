@@ -32,7 +32,7 @@ from yuan_train.config.units import show_bytes
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.costs.workload import PlanProblem, node_host_bytes
 from yuan_train.planner.evaluate.plan_cost import cost_plan
-from yuan_train.planner.search.search import SearchResult, search_plan
+from yuan_train.planner.search.search import LeftOut, SearchResult, search_plan
 
 Limit = Literal["cards", "memory", "link", "filling", "granularity"]
 LIMITS: dict[Limit, str] = {
@@ -44,6 +44,8 @@ LIMITS: dict[Limit, str] = {
 }
 MAX_RENTED = 24
 """Parts of a cluster that are planned at most."""
+NO_COPIES = HostCopies()
+"""Of a run whose saves copy nothing to hosts."""
 HOUR = 3600.0
 MOST_LAYERS = 4096
 PROBE_SECONDS = 2.0
@@ -51,11 +53,11 @@ PROBE_SECONDS = 2.0
 
 
 def plan_again(
-    problem: PlanProblem, search: SearchConfig, micro_batch_size: int
+    problem: PlanProblem, search: SearchConfig, size: int, copies: HostCopies = NO_COPIES, again: bool = False
 ) -> SearchResult | NoPlanFits | ConfigError:
-    """What one search finds, or why it finds nothing."""
+    """What one search finds (or several, `again`) beside `copies`, or why it finds nothing."""
     try:
-        return search_plan(problem, search, micro_batch_size=micro_batch_size, again=False)
+        return search_beside_saves(problem, search, micro_batch_size=size, copies=copies, again=again)
     except (NoPlanFits, ConfigError) as error:
         return error
 
@@ -98,14 +100,19 @@ better one), and what is searched then."""
 
 
 def explain_plan(
-    problem: PlanProblem, search: SearchConfig, *, micro_batch_size: int, step_seconds: float
+    problem: PlanProblem,
+    search: SearchConfig,
+    *,
+    micro_batch_size: int,
+    step_seconds: float,
+    copies: HostCopies = NO_COPIES,
 ) -> tuple[Change, ...]:
     """The changes, the most helpful first; `step_seconds` is the step of the plan at hand. Each change takes
     a search; `search.time_limit` holds for each."""
     tokens = problem.sequence_length * problem.global_batch_size / step_seconds
     found: list[Change] = []
     for what, limit, adds, own, keys in _variants(problem, search):
-        result, rate = plan_again(own, keys, micro_batch_size), tokens if adds else 0.0
+        result, rate = plan_again(own, keys, micro_batch_size, copies), tokens if adds else 0.0
         if isinstance(result, SearchResult):
             rate = max(rate, own.global_batch_size * own.sequence_length / result.best.step_seconds)
         found.append(Change(what, limit, rate or None, rate / tokens - 1.0))
@@ -140,10 +147,7 @@ def _variants(problem: PlanProblem, search: SearchConfig) -> Iterator[_Variant]:
 
 
 def _twice(link: Link | None) -> Link | None:
-    if link is None:
-        return None
-    stream = None if link.stream is None else 2 * link.stream
-    return replace(link, bandwidth=2 * link.bandwidth, stream=stream)
+    return link and replace(link, bandwidth=2 * link.bandwidth, stream=link.stream and 2 * link.stream)
 
 
 def _one_more(cluster: Cluster, name: str) -> Cluster:
@@ -178,6 +182,8 @@ class Rented:
 
     left_out: tuple[str, ...]
     """Nodes."""
+    problem: PlanProblem
+    """On the nodes that were tried; those without a card in the plan need not be rented."""
     result: SearchResult
     price_per_hour: float
     """Of the nodes that are rented, all their cards."""
@@ -209,6 +215,7 @@ def rent_plan(
     *,
     micro_batch_size: int,
     num_steps: int,
+    copies: HostCopies = NO_COPIES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rent:
     """The plan for `search.objective`, of all parts of the cluster that are tried. `search.time_limit` holds
@@ -218,10 +225,10 @@ def rent_plan(
     started = clock()
 
     def planned(left_out: tuple[str, ...]) -> Rented | NoPlanFits | ConfigError:
-        left = max(search.time_limit - (clock() - started), 0.01)
+        keys = replace(search, time_limit=max(search.time_limit - (clock() - started), 0.01))
         own = replace(problem, cluster=with_nodes(problem.cluster, dict.fromkeys(left_out)))
-        result = plan_again(own, replace(search, time_limit=left), micro_batch_size)
-        return result if not isinstance(result, SearchResult) else _rented(problem, result)
+        result = plan_again(own, keys, micro_batch_size, copies, again=not left_out)
+        return result if not isinstance(result, SearchResult) else _rented(problem, own, result)
 
     whole = planned(())
     if not isinstance(whole, Rented):
@@ -244,17 +251,19 @@ def rent_plan(
     return Rent(chosen=_choose(found, search, num_steps), pareto=_pareto(found), stopped=stopped)
 
 
-def _rented(problem: PlanProblem, result: SearchResult) -> Rented:
-    """A node is rented whole; one without any card in the plan need not be rented."""
+def _rented(problem: PlanProblem, own: PlanProblem, result: SearchResult) -> Rented:
+    """What the plan of a part, `own`, costs: a node is rented whole, or not at all."""
     cluster, seconds = problem.cluster, result.best.step_seconds
+    absent = (card for card in cluster.cards if card.node not in own.cluster.groups)
+    left_out = (*result.left_out, *(LeftOut(card=card, reason="not worth their rent") for card in absent))
     used = {card.node for stage in result.best.cost.stages for card in stage.cards}
     price = sum(cluster.node_price(group) or 0.0 for node, group in cluster.groups.items() if node in used)
-    tokens = problem.global_batch_size * problem.sequence_length
     return Rented(
         left_out=tuple(node for node in cluster.groups if node not in used),
-        result=result,
+        problem=own,
+        result=replace(result, left_out=left_out),
         price_per_hour=price,
-        tokens_per_price=tokens / (price * seconds / HOUR),
+        tokens_per_price=problem.global_batch_size * problem.sequence_length / (price * seconds / HOUR),
     )
 
 
@@ -285,12 +294,11 @@ def _pareto(found: list[Rented]) -> tuple[Rented, ...]:
 def _next_nodes(cluster: Cluster, left_out: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """What else to leave out: the last node of each group that has one, and whole groups of several."""
     rest = [[node for node in group.node_names if node not in left_out] for group in cluster.nodes]
-    if sum(map(len, rest)) < 2:
-        return
+    left = sum(map(len, rest))
     for own in rest:
-        if own and sum(map(len, rest)) > 1:
+        if own and left > 1:
             yield (own[-1],)
-        if len(own) > 1 and len(own) < sum(map(len, rest)):
+        if 1 < len(own) < left:
             yield tuple(own)
 
 
@@ -417,10 +425,9 @@ def search_beside_saves(
 
 def with_saves(result: SearchResult, problem: PlanProblem, copies: HostCopies) -> SearchResult:
     """A result with a note of what saves copy to the fullest host, if they do."""
-    uses = list(host_uses(result, problem, copies)) if copies.keys else []
-    if not uses:
+    if not copies.keys:
         return result
-    fullest = max(uses, key=lambda use: use.over)
+    fullest = max(host_uses(result, problem, copies), key=lambda use: use.over)
     words = (
         f"saves ({copies.keys}) copy {show_bytes(fullest.copied)} to the host of {fullest.node}, beside "
         f"{show_bytes(fullest.kept)} of the plan, of {show_bytes(fullest.available)}"
@@ -457,14 +464,13 @@ def plan_at_pace(
     search: SearchConfig,
     *,
     micro_batch_size: int,
-    copies: HostCopies | None = None,
+    copies: HostCopies = NO_COPIES,
 ) -> Plan:
     """The fastest plan for cards of that pace, which the forecast counts, beside what saves copy to hosts.
     Raises as `search_plan`."""
     slowed, types = _with_pace(problem, pace)
-    size, copies = micro_batch_size, copies or HostCopies()
     # A run that has lost cards waits for it.
-    found = search_beside_saves(slowed, search, micro_batch_size=size, copies=copies, again=False)
+    found = search_beside_saves(slowed, search, micro_batch_size=micro_batch_size, copies=copies, again=False)
     plan = found.best.plan
     ranks = tuple(replace(entry, type=types.get(entry.type, entry.type)) for entry in plan.ranks)
     own = uncatalogued_types(problem.cluster, {entry.type for entry in ranks})
