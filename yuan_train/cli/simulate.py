@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from yuan_train.config.errors import ConfigError, PlanError
 
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document))
     else:
-        _print(plan, simulations, document)
+        _print(plan, document)
     if arguments.trace:
         print(f"written: {arguments.trace} (open it at ui.perfetto.dev)", file=sys.stderr)
     return 0
@@ -232,7 +232,7 @@ def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:
     )
 
 
-def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) -> dict[str, object]:
+def _document(plan: Plan, simulations: list[Simulation], cost: PlanCost | None) -> dict[str, Any]:
     compute = max(simulation.step_seconds for simulation in simulations)
     busy = sum(sum(simulation.busy_seconds) for simulation in simulations)
     step = cost.step_seconds if cost else compute
@@ -272,47 +272,35 @@ def _stage_busy(simulation: Simulation) -> list[float]:
     return busy
 
 
-def _print(plan: Plan, simulations: list[Simulation], document: dict[str, object]) -> None:
+def _print(plan: Plan, document: dict[str, Any]) -> None:
     from yuan_train.config.units import show_seconds, written_words
+    from yuan_train.planner.report.plan import layer_words
 
-    compute = document["compute_seconds"]
-    assert isinstance(compute, float)
-    for p, simulation in enumerate(simulations):
-        for s, (busy, end) in enumerate(
-            zip(_stage_busy(simulation), simulation.stage_end_seconds, strict=True)
-        ):
-            stage = plan.pipelines[p].stages[s]
-            share = busy / (compute * len(stage.replicas)) if compute else 0.0
-            bar = "#" * round(20 * share)
-            print(
-                f" pipeline {p} stage {s}  layers {stage.layers[0]}-{stage.layers[1]}  "
-                f"busy {show_seconds(busy):>8} "
-                f"{bar:<20} {share:4.0%}  done at {show_seconds(end)}"
-            )
-    step, bubble = document["step_seconds"], document["bubble_fraction"]
-    assert isinstance(step, float) and isinstance(bubble, float)
+    compute, step, stall = (document[f"{name}_seconds"] for name in ("compute", "step", "stall"))
+    for own in document["stages"]:
+        p, s, busy = own["pipeline"], own["stage"], own["busy_seconds"]
+        stage = plan.pipelines[p].stages[s]
+        share = busy / (compute * len(stage.replicas)) if compute else 0.0
+        print(
+            f" pipeline {p} stage {s}  layers {layer_words(stage)}  busy {show_seconds(busy):>8} "
+            f"{'#' * round(20 * share):<20} {share:4.0%}  done at {show_seconds(own['end_seconds'])}"
+        )
     forecast = f" | forecast {show_seconds(plan.forecast.step_seconds)}" if plan.forecast else ""
-    written = document["disk_bytes"]
-    if isinstance(written, float) and written:
-        print(f" disks: {written_words(written, step)}")
-    stall = document["stall_seconds"]
-    copies = f" | waits for copies {show_seconds(stall)}" if isinstance(stall, float) and stall else ""
-    print(f" step {show_seconds(step)} | bubble {bubble:.0%}{copies}{forecast}")
+    if document["disk_bytes"]:
+        print(f" disks: {written_words(document['disk_bytes'], step)}")
+    copies = f" | waits for copies {show_seconds(stall)}" if stall else ""
+    print(f" step {show_seconds(step)} | bubble {document['bubble_fraction']:.0%}{copies}{forecast}")
 
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
     from yuan_train.config.load import write_text
+    from yuan_train.planner.report.plan import layer_words
     from yuan_train.schedule.trace import TraceTrack, trace_events, trace_text, track_threads, whole_arrows
 
     tracks: list[TraceTrack] = []
     for p, simulation in enumerate(simulations):
         workers = plan.pipelines[p].workers
         for s, stage in enumerate(plan.pipelines[p].stages):
-            words = [
-                f"layers {stage.layers[0]}-{stage.layers[1]}",
-                "embedding" * stage.embedding,
-                "head" * stage.head,
-            ]
             for replica, worker in zip(stage.replicas, workers[s], strict=True):
                 entry = plan.ranks[replica[0]]
                 tracks.append(
@@ -321,7 +309,7 @@ def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
                         pipeline=p,
                         stage=s,
                         steps=[timed for timed in simulation.timed_steps[worker] if timed.step.stage == s],
-                        label=" ".join(word for word in words if word),
+                        label=f"layers {layer_words(stage)}",
                     )
                 )
     write_text(path, trace_text(whole_arrows(trace_events(track_threads(tracks)))))

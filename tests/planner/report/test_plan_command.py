@@ -9,6 +9,7 @@ import pytest
 
 from yuan_train.cli.main import main
 from yuan_train.config.plan_constraints import load_plan, save_plan
+from yuan_train.planner.report.plan import layer_words
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LAPTOP = str(CONFIGS / "cluster" / "laptop.yaml")
@@ -146,6 +147,17 @@ def test_plan_and_simulate_price_the_reductions_of_the_run(tmp_path, capsys, ask
     assert "--bucket-size: wanted at least 1 parameter, got 0" in said
     said = refuse("simulate", "--plan", out, "--reduce-dtype", "bf16")
     assert "--reduce-dtype: needs --cluster F too" in said
+
+
+def test_simulate_names_layers_as_the_plan_does(tmp_path, capsys):
+    out, trace = tmp_path / "plan.yaml", tmp_path / "trace.json"
+    assert plan("--config", RUN, "--out", str(out), "--json") == 0
+    capsys.readouterr()
+    assert main(["simulate", "--plan", str(out), "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    for stage in load_plan(out).pipelines[0].stages:
+        words = f"layers {layer_words(stage)}"
+        assert f"  {words}  busy " in shown and words in trace.read_text()
 
 
 def test_simulate_without_a_cluster_has_free_messages(planned, capsys):

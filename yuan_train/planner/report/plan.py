@@ -553,7 +553,7 @@ def _most_busy_seconds(cost: PlanCost) -> float:
     return max(busy for simulation in cost.simulations for busy in simulation.busy_seconds)
 
 
-def layer_words(stage: StageCost) -> str:
+def layer_words(stage: StageCost | StagePlan) -> str:
     """`0-9 +emb`, `none +head`; `recompute` if all layers are recomputed, `recompute 3` if the first three
     are; under selective recompute `selective` instead of `recompute`."""
     first, end = stage.layers
