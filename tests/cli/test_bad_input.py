@@ -45,6 +45,18 @@ def edit_plan(run_file: Path, path: Path, change: Callable[[dict], object]) -> P
     return path
 
 
+def test_what_is_read_is_not_written_over(run_file: Path, tmp_path: Path, refuse: Refuse) -> None:
+    cluster, page = tmp_path / "c.yaml", tmp_path / "x.html"
+    cluster.write_text("name: c\nnodes: [{name: a, device: T4}]\n")
+    words = ("plan", "--cluster", cluster, "--config", run_file)
+    for out in (cluster, tmp_path / "." / ".." / tmp_path.name / "c.yaml", run_file):
+        assert "wanted another file" in refuse(*words, "--out", out)
+    assert f"--report: {page} is that of --out too" in refuse(*words, "--out", page, "--report", page)
+    plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
+    assert "--trace" in refuse("simulate", "--plan", plan, "--trace", plan)
+    assert cluster.read_text().startswith("name: c")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

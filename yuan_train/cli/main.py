@@ -151,8 +151,20 @@ def _dispatch(arguments: list[str]) -> int:
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         _refuse(unknown, own)
+    _keep_files(parsed)
     run: Callable[[argparse.Namespace], int] = parsed.run
     return run(parsed)
+
+
+def _keep_files(parsed: argparse.Namespace) -> None:
+    """Raise YuanError if a file that is written is one that is read, or is written twice."""
+    files: dict[str, str] = {}
+    for name in ("cluster", "config", "model", "plan", "out", "report", "trace"):
+        path = getattr(parsed, name, None)
+        if isinstance(path, str) and path:
+            other = files.setdefault(os.path.realpath(path), name)
+            if other != name and name in ("out", "report", "trace"):
+                raise YuanError(f"--{name}: {path} is that of --{other} too; wanted another file")
 
 
 def command_parser(name: str) -> tuple[Parser, argparse.ArgumentParser]:
