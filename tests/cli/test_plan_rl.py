@@ -43,6 +43,9 @@ def test_the_way_of_an_rl_plan(
     priced = ask("simulate", "--plan", plan, *given, *bf16)
     assert priced["step_seconds"] == pytest.approx(found["forecast"]["step_seconds"], rel=1e-3)
     roles = ask("estimate", "--plan", plan)["roles"]
+    # No prompt is longer than a sample.
+    length = load_rl_plan(plan).plans["generation"].sequence_length
+    assert roles == ask("estimate", "--plan", plan, "--prompt", length)["roles"]
     assert {entry["role"] for entry in roles} == {"policy", "generation"} and all(e["fits"] for e in roles)
     said = refuse("launch", "--config", run, "--plan", plan, "algorithm.group=2", *bf16)
     assert "global_batch_size: not the run's" in said

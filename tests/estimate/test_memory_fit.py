@@ -4,19 +4,21 @@ from typing import get_args
 
 import pytest
 
-from yuan_train.config.devices import CATALOGUE
+from yuan_train.config.devices import CATALOGUE, MEMORY_FRACTION
 from yuan_train.config.model import load_model
 from yuan_train.estimate.memory import (
     METHODS,
     GroupShape,
     Length,
     MemoryCase,
+    StageBytes,
     largest_fitting,
     memory_of,
     remedies,
     with_length,
 )
 from yuan_train.estimate.shape import PUBLISHED_SHAPES, to_model
+from yuan_train.estimate.text import roles_memory_text
 
 SAMPLES = GroupShape(group=4, prompt=256, new=786)
 
@@ -77,3 +79,12 @@ def test_the_filters_state_is_in_the_cache() -> None:
         2 * (4 * 1043 + SAMPLES.prompt + 1) * model.projection_size + 5 * 1.5 * model.hidden_size
     )
     assert memory.phases["generation"]["cache"] == model.num_layers * per_layer
+
+
+def test_a_role_fits_what_a_plan_may_fill_of_its_card() -> None:
+    def held(part: float) -> StageBytes:
+        own = {"weights": part * 1e9}
+        return StageBytes(role="policy", pipeline=0, stage=0, card="T4", categories=own, capacity=10**9)
+
+    assert held(MEMORY_FRACTION).fits and not held(MEMORY_FRACTION + 0.01).fits
+    assert "1.0 of 1.0, more than 95% of it: does not fit (" in roles_memory_text([held(0.96)])

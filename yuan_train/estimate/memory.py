@@ -407,6 +407,7 @@ class StageBytes:
     categories: dict[str, float]
     """Of the phase that holds most."""
     capacity: int
+    """Of a card, as torch reports it."""
 
     @property
     def peak(self) -> float:
@@ -415,8 +416,8 @@ class StageBytes:
 
     @property
     def fits(self) -> bool:
-        """Whether they are at most the card's memory."""
-        return self.peak <= self.capacity
+        """Whether they are at most what a plan may fill of the card."""
+        return self.peak <= self.capacity * MEMORY_FRACTION
 
 
 def plan_memory(
@@ -560,7 +561,8 @@ def _decoder(costs: Costs, plan: Plan) -> Decoder:
 
 
 def _writing(decoder: Decoder, plan: Plan, stage: DecodeStage, read: _Read) -> Writing:
-    return decoder.writing_on(stage, group=read.group, prompt=read.prompt, length=plan.sequence_length)
+    prompt, length = min(read.prompt, plan.sequence_length), plan.sequence_length
+    return decoder.writing_on(stage, group=read.group, prompt=prompt, length=length)
 
 
 # --- as text and as plain values ----------------------------------------------------------------------------
@@ -699,7 +701,7 @@ def roles_memory_text(stages: Sequence[StageBytes]) -> str:
     """A line for each stage of each role; equal ones together."""
     lines: dict[str, int] = {}
     for stage in stages:
-        verdict = "fits" if stage.fits else "does not fit"
+        verdict = "fits" if stage.fits else f"more than {MEMORY_FRACTION:.0%} of it: does not fit"
         line = (
             f"{stage.role:<10} stage {stage.stage} on {stage.card}: {_gb(stage.peak)} of "
             f"{_gb(stage.capacity)}, {verdict} ({_categories(stage.categories)})"
@@ -713,12 +715,10 @@ def roles_memory_json(stages: Sequence[StageBytes]) -> dict[str, Any]:
     return {
         "roles": [
             {
-                "role": stage.role,
-                "pipeline": stage.pipeline,
-                "stage": stage.stage,
-                "card": stage.card,
+                **{name: getattr(stage, name) for name in ("role", "pipeline", "stage", "card")},
                 "bytes": stage.peak,
                 "capacity_bytes": stage.capacity,
+                "usable_bytes": stage.capacity * MEMORY_FRACTION,
                 "fits": stage.fits,
                 "categories": stage.categories,
             }
