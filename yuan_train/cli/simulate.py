@@ -78,9 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name}: needs --cluster F too, for the links that gradients go over")
     if arguments.bucket_size is not None and arguments.bucket_size < 1:
         raise ConfigError(f"--bucket-size: wanted at least 1 parameter, got {arguments.bucket_size}")
-    cost: PlanCost | None = None
-    if arguments.cluster:
-        cost = _cost(arguments, plan)
+    cost = _cost(arguments, plan) if arguments.cluster else None
+    if cost is not None:
         simulations = list(cost.simulations)
     else:
         print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
@@ -114,8 +113,8 @@ def _read_plan(arguments: argparse.Namespace) -> Plan:
 def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     """The plan of --layout or --blocks: one pipeline, stage s on the cluster's card s.
 
-    Sets `precision`, `reduce_dtype`, `bucket_size`, `update` and `sends` of the arguments to the run's if
-    they are not given.
+    Sets `precision`, `reduce_dtype`, `bucket_size`, `sends` and `memory_fraction` of the arguments to the
+    run's if they are not given.
     """
     from yuan_train.cli.plan import read_run_config
     from yuan_train.config.cluster import load_cluster
@@ -131,12 +130,11 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     arguments.reduce_dtype = arguments.reduce_dtype or run_config.optimizer.reduce_dtype
     arguments.bucket_size = arguments.bucket_size or run_config.optimizer.bucket_size
     arguments.sends = arguments.sends or run_config.search.send_mode
+    arguments.memory_fraction = run_config.search.memory_fraction
     cluster = load_cluster(arguments.cluster)
     num_layers = run_config.model.num_layers
-    if arguments.layout:
-        counts = read_layout(arguments.layout, num_layers=num_layers)
-    else:
-        counts = read_blocks(arguments.blocks, num_layers=num_layers)
+    read, words = (read_layout, arguments.layout) if arguments.layout else (read_blocks, arguments.blocks)
+    counts = read(words, num_layers=num_layers)
     cards = cluster.cards[: len(counts)]
     if len(cards) < len(counts):
         raise PlanError(f"{len(counts)} stages, but cluster {cluster.name!r} has {len(cards)} cards")
@@ -194,6 +192,7 @@ def _problem(
         sends=arguments.sends,
         reduce_dtype=arguments.reduce_dtype or "fp32",
         bucket_size=arguments.bucket_size or BUCKET_SIZE,
+        memory_fraction=getattr(arguments, "memory_fraction", 1.0),
     )
 
 
@@ -289,7 +288,8 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
     if document["disk_bytes"]:
         print(f" disks: {written_words(document['disk_bytes'], step)}")
     copies = f" | waits for copies {show_seconds(stall)}" if stall else ""
-    print(f" step {show_seconds(step)} | bubble {document['bubble_fraction']:.0%}{copies}{forecast}")
+    misses = " | does not fit the memory" * (document["fits"] is False)
+    print(f" step {show_seconds(step)} | bubble {document['bubble_fraction']:.0%}{copies}{forecast}{misses}")
 
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:

@@ -160,6 +160,14 @@ def test_simulate_names_layers_as_the_plan_does(tmp_path, capsys):
         assert f"  {words}  busy " in shown and words in trace.read_text()
 
 
+def test_simulate_says_that_a_cut_does_not_fit(capsys, ask):
+    words = ["simulate", "--blocks", "2,2,2", "--cluster", LAPTOP, "--config", RUN]
+    for fraction in (0.95, 0.12):
+        assert main([*words, f"search.memory_fraction={fraction}"]) == 0
+        assert ("does not fit the memory" in capsys.readouterr().out) == (fraction < 0.5)
+    assert not ask(*words, "search.memory_fraction=0.12")["fits"]
+
+
 def test_simulate_without_a_cluster_has_free_messages(planned, capsys):
     assert main(["simulate", "--plan", str(planned), "--json"]) == 0
     shown = capsys.readouterr()
