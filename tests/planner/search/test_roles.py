@@ -41,7 +41,9 @@ def check_found(
     held = plan_memory(plan, prompt=problem.load.prompt_tokens, group=problem.load.group)
     assert all(stage.fits for stage in held)
     assert plan.forecast is not None
-    forecast = [entry.peak_memory_bytes for entries in plan.forecast.roles.values() for entry in entries]
+    told = [entry for entries in plan.forecast.roles.values() for entry in entries]
+    forecast = [entry.peak_memory_bytes for entry in told]
+    assert forecast == pytest.approx([math.fsum(entry.categories.values()) for entry in told])
     assert [stage.peak for stage in held] == pytest.approx(forecast, rel=1e-6)
     assert placement_of(problem, plan).step_seconds == pytest.approx(best.step_seconds, rel=priced_within)
     return result, plan, held
@@ -56,6 +58,18 @@ def test_the_search_equals_brute_force(seed: int, tmp_path: Path) -> None:
     page = roles_html(result, problem, plan)
     assert "Timelines of the roles" in page and "Sync beside async" in page and "kind: rl" in page
     assert roles_table(result, problem, plan).startswith(f"RL plan: {result.best.mode}")
+
+
+@pytest.mark.parametrize(("prompts", "most"), [(1, "logits"), (64, "slots")])
+def test_cards_that_take_turns_hold_what_one_phase_does(prompts: int, most: str, tmp_path: Path) -> None:
+    """Few answers take less than training, many slots more."""
+    model = replace(load_model("configs/model/qwen2.5-0.5b.yaml"), num_layers=4)
+    cluster = cluster_of({"RTX-4090": 1})
+    problem = problem_of(cluster, model, prompts=prompts, group=8, prompt=64, new=64)
+    _, plan, held = check_found(replace(problem, policy_search=ONE_CUT), tmp_path, priced_within=0.02)
+    assert plan.roles.generation.is_shared and most in held[0].categories
+    assert plan.forecast is not None
+    assert plan.forecast.roles["policy"][0].categories == pytest.approx(held[0].categories, rel=1e-6)
 
 
 def test_h20_cards_generate_beside_h800_that_train() -> None:

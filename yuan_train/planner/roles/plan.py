@@ -272,22 +272,22 @@ def rl_forecast(
 
 
 def role_memory(placement: placing.Placement) -> dict[str, tuple[rl_plan.RoleMemory, ...]]:
-    """Bytes on the cards of every stage of every role; of shared cards, training and generation."""
+    """Bytes on the cards of every stage of every role; on shared cards those of the phase that has most."""
     generation, reward = placement.generation, placement.reward
     found: dict[str, list[rl_plan.RoleMemory]] = {"policy": []}
 
-    def add(role: str, p: int, s: int, own: dict[str, float], peak: float | None = None) -> None:
-        peak = math.fsum(own.values()) if peak is None else peak
+    def add(role: str, p: int, s: int, own: dict[str, float]) -> None:
+        peak = math.fsum(own.values())
         memory = rl_plan.RoleMemory(pipeline=p, stage=s, peak_memory_bytes=peak, categories=own)
         found.setdefault(role, []).append(memory)
 
     for stage in placement.policy.cost.stages:
-        categories, peak = stage.memory.categories, stage.memory.total
+        phases = [own := stage.memory.categories]
         if placement.shared:
-            own = engine_memory(generation.rates, generation.engines[stage.pipeline])[stage.stage]
-            categories["slots"] = own["slots"]
-            peak = max(peak, stage.memory.lasting + own["slots"] + own["buffers"])
-        add("policy", stage.pipeline, stage.stage, categories, peak)
+            drawn = engine_memory(generation.rates, generation.engines[stage.pipeline])[stage.stage]
+            lasting = {name: own[name] for name in own if name not in ("activations", "logits", "buffers")}
+            phases.append(lasting | {name: drawn[name] for name in ("slots", "buffers")})
+        add("policy", stage.pipeline, stage.stage, max(phases, key=lambda own: math.fsum(own.values())))
     for e, engine in enumerate(() if placement.shared else generation.engines):
         for s, own in enumerate(engine_memory(generation.rates, engine)):
             add("generation", e, s, own)
