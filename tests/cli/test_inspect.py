@@ -41,6 +41,15 @@ def test_a_model(inspect: Any) -> None:
     assert facts["training_flops_per_token"] == 3 * facts["forward_flops_per_token"]
 
 
+def test_a_model_with_adapters_has_a_whole_forward(inspect: Any, tmp_path: Path) -> None:
+    """Only the backward of what is frozen is shorter."""
+    text = Path("configs/model/tiny.yaml").read_text()
+    plain = inspect(write(tmp_path, "plain.yaml", text))[1]
+    adapted = inspect(write(tmp_path, "adapted.yaml", text + "lora: {rank: 8}\n"))[1]
+    assert adapted["forward_flops_per_token"] > plain["forward_flops_per_token"]
+    assert adapted["training_flops_per_token"] < plain["training_flops_per_token"]
+
+
 def test_a_model_with_experts(inspect: Any) -> None:
     _, facts, _ = inspect("configs/model/yuan2-m32.yaml")
     assert (facts["parameters"], facts["active_parameters"]) == (39_942_842_368, 3_704_055_808)

@@ -97,7 +97,7 @@ _KEYS_OF_KIND = {
 def inspect_model(path: Path) -> Facts:
     """Sizes, parameters and FLOP of a model."""
     model = load_model(path)
-    length = model.max_sequence_length
+    layer = model.layer_forward_flops(model.max_sequence_length)
     return {
         **_fields(model, "name", "architecture", "attention", "parameters"),
         **({"active_parameters": model.active_parameters} if model.num_experts else {}),
@@ -105,8 +105,8 @@ def inspect_model(path: Path) -> Facts:
         **_fields(model, "embedding_parameters", "num_layers", "hidden_size", "num_attention_heads"),
         "num_key_value_heads": model.key_value_heads,
         **_fields(model, "head_dim", "vocab_size", "max_sequence_length"),
-        "forward_flops_per_token": model.training_flops(length) // 3,
-        "training_flops_per_token": model.training_flops(length),
+        "forward_flops_per_token": model.num_layers * layer + model.head_forward_flops,
+        "training_flops_per_token": model.training_flops(model.max_sequence_length),
     }
 
 
