@@ -139,9 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found | {key: value for key, value in values.items() if value is not None}))
         return 0
     _print_plan(result, problem, answer, arguments, reasons)
-    for path in (arguments.out, arguments.report):
-        if path:
-            print(f"written: {path}", file=sys.stderr)
+    for path in filter(None, (arguments.out, arguments.report)):
+        print(f"written: {path}", file=sys.stderr)
     return 0
 
 
@@ -238,6 +237,8 @@ def _find_plan(
     if arguments.largest:
         largest = find_largest(problem, search, micro_batch_size=size)
         print(_largest_words(largest), file=sys.stderr)
+        # Commands that come next are of this model.
+        arguments.overrides.append(f"model.num_layers={largest.problem.model.num_layers}")
         return largest.problem, with_saves(largest.result, largest.problem, copies), None
     return problem, search_beside_saves(problem, search, micro_batch_size=size, copies=copies), None
 
@@ -397,9 +398,8 @@ def plan_roles(arguments: argparse.Namespace) -> int:
         next_command=following or f"yuan-train plan {given} --out plan.yaml",
     )
     print(roles_table(result, problem, plan, answer=answer))
-    for path in (arguments.out, arguments.report):
-        if path:
-            print(f"written: {path}", file=sys.stderr)
+    for path in filter(None, (arguments.out, arguments.report)):
+        print(f"written: {path}", file=sys.stderr)
     return 0
 
 

@@ -64,6 +64,11 @@ def test_the_largest_model_fits_and_one_more_layer_does_not(tmp_path, capsys):
     assert plan(*words, "--largest", "--out", str(out), cluster=str(cluster)) == 0
     most = load_plan(out).model.num_layers
     assert f"largest model: {most} layers" in capsys.readouterr().err
+    # The command that comes next is of this model.
+    assert plan("--config", RUN, "train.precision=bf16", "--largest", cluster=str(cluster)) == 0
+    shown = capsys.readouterr()
+    found = shown.err.partition("train it with ")[2].partition(".")[2].partition(".")[0]
+    assert f" model.{found} --out plan.yaml" in shown.out
     assert plan(*words, f"model.num_layers={most}", cluster=str(cluster)) == 0
     assert plan(*words, f"model.num_layers={most + 1}", cluster=str(cluster)) == 3
     assert "with its optimizer state on the host" in capsys.readouterr().err
