@@ -251,16 +251,16 @@ def test_what_the_cards_of_all_ranks_have_in_common() -> None:
 
 
 def forecast_plan() -> Plan:
-    """Two virtual stages of rank 0, of 10 GiB each beside 1 GiB that is reserved, and one of rank 1."""
+    """Two virtual stages of rank 0 and one of rank 1; each has the 21 GiB of its card, 1 GiB reserved."""
     plan = on_devices(parse_plan(run_of(3, 1), "1x1: 1@0 | 1@1 | 1@0"), "a/0", "a/1")
     plan = replace(plan, ranks=tuple(replace(rank, type="RTX-4090") for rank in plan.ranks))
-    memory = {"parameters": 10.0 * GIB, "reserved": GIB}
-    return with_forecast(plan, memory=memory, host_bytes=3.0 * GIB)
+    memory = {"parameters": 20.0 * GIB, "reserved": GIB}
+    return with_forecast(plan, memory=memory, host_bytes=4.5 * GIB)
 
 
 def test_the_forecast_beside_the_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = forecast_plan()
-    needs = Needs(card=21.0 * GIB, reserved=GIB, host=6.0 * GIB)
+    needs = Needs(card=21.0 * GIB, reserved=GIB, host=4.5 * GIB)
     assert needs_of(plan, 0) == needs
     assert needs_of(replace(plan, forecast=None), 0) is None
     total = R4090.memory
@@ -350,7 +350,7 @@ def test_a_run_on_a_card(
         train(job)
     assert ": rank 0: 1 x RTX-4090 (23.5 GiB, sm_89); CUDA 12.8" in caplog.text
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    assert "rank 0 (box/0): the plan's forecast takes 10.0 GiB" in warning and "process 12" in warning
+    assert "rank 0 (box/0): the plan's forecast takes 20.0 GiB" in warning and "process 12" in warning
     too_much = replace(forecast.stages[0], peak_memory_bytes=25.0 * GIB)
     job = prepare(run, replace(plan, forecast=replace(forecast, stages=(too_much,))), Position())
     with pytest.raises(PlanError, match="25.0 GiB at its peak, and NVIDIA GeForce RTX 4090 has 23.5 GiB"):

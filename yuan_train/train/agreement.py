@@ -284,18 +284,17 @@ class Needs:
 
 
 def needs_of(plan: Plan, rank: int) -> Needs | None:
-    """What a rank takes with all its stages; None without a forecast of them."""
+    """What a rank takes; None without a forecast. Of its stages each has what the whole card holds."""
     if plan.forecast is None:
         return None
     own = {(p, s) for p, s, stage in plan.numbered_stages if rank in stage.ranks}
     stages = [stage for stage in plan.forecast.stages if (stage.pipeline, stage.stage) in own]
     if not stages:
         return None
-    reserved = max(stage.memory.reserved for stage in stages)
     return Needs(
-        card=reserved + sum(stage.peak_memory_bytes - stage.memory.reserved for stage in stages),
-        reserved=reserved,
-        host=sum(stage.host_memory_bytes for stage in stages),
+        card=max(stage.peak_memory_bytes for stage in stages),
+        reserved=max(stage.memory.reserved for stage in stages),
+        host=max(stage.host_memory_bytes for stage in stages),
     )
 
 

@@ -11,9 +11,18 @@ from yuan_train.config.cluster import Cluster, NodeGroup
 from yuan_train.config.errors import ConfigError, NoPlanFits
 from yuan_train.config.load import dump
 from yuan_train.config.run import HostCopies, SearchConfig
+from yuan_train.planner.costs.unit_costs import make_costs
+from yuan_train.planner.evaluate.plan_cost import cost_plan, make_forecast
 from yuan_train.planner.report.plan import change_lines, rent_lines
 from yuan_train.planner.search.search import search_plan
-from yuan_train.planner.search.what_if import explain_plan, rent_plan, search_beside_saves, with_nodes
+from yuan_train.planner.search.what_if import (
+    explain_plan,
+    host_uses,
+    rent_plan,
+    search_beside_saves,
+    with_nodes,
+)
+from yuan_train.train.agreement import needs_of
 
 KEYS = {"schedule": ("1f1b",), "micro_batch_size": (1,), "tensor": (1,), "replicas": (1,), "offload": ()}
 
@@ -74,6 +83,30 @@ def test_what_is_rented_leaves_room_for_saves() -> None:
     own = search_beside_saves(given, search, micro_batch_size=1, copies=copies)
     assert rent.chosen.result.best.plan == own.best.plan
     assert rent.chosen.result.notes == own.notes and "checkpoint.in_memory" in own.notes[-1]
+
+
+def test_what_a_card_with_several_stages_holds_counts_once() -> None:
+    """In the host memory beside saves, and in what its rank finds free at its start."""
+    like = NodeGroup(name="n", count=2, device="Fast", network=NETWORK)
+    cluster = replace(rented().cluster, nodes=(like,))
+    given = problem(cluster, model=MODEL, global_batch_size=4)
+    keys = {**KEYS, "schedule": ("interleaved_1f1b",), "pipelines": (1,), "use_all_devices": True}
+    result = search_plan(given, SearchConfig(**keys), micro_batch_size=1)  # type: ignore[arg-type]
+    (pipeline,) = result.best.plan.pipelines
+    assert len(pipeline.stages) == 4
+    stages = tuple(replace(stage, optimizer_offload=0.5) for stage in pipeline.stages)
+    plan = replace(result.best.plan, pipelines=(replace(pipeline, stages=stages),))
+    costs = make_costs(given)
+    cost = cost_plan(costs, plan)
+    uses = host_uses(replace(result, best=replace(result.best, plan=plan, cost=cost)), given, HostCopies())
+    held = {use.node: use.kept for use in uses}
+    assert len(held) == 2
+    plan = replace(plan, forecast=make_forecast(costs, plan, cost, lower_bound_seconds=0.0))
+    for rank in plan.ranks:
+        own = next(stage for stage in cost.stages if stage.card.name == rank.device)
+        needs = needs_of(plan, rank.rank)
+        assert needs is not None and needs.card == own.memory.total < own.card_bytes
+        assert needs.host == held[own.card.node] == own.host_bytes > 0
 
 
 def test_a_card_without_price_is_refused() -> None:

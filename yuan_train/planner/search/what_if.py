@@ -439,11 +439,11 @@ def with_saves(result: SearchResult, problem: PlanProblem, copies: HostCopies) -
 
 def host_uses(result: SearchResult, problem: PlanProblem, copies: HostCopies) -> Iterator[HostUse]:
     """What a plan and its saves take on the host of each node."""
-    plan, kept = result.best.plan, dict[str, float]()
-    for stage in result.best.cost.stages:
-        for card in stage.cards:
-            kept[card.node] = kept.get(card.node, 0.0) + stage.host_bytes
-    for node, state in kept.items():
+    plan = result.best.plan
+    # Of a card's stages each has what the whole card puts there.
+    held = {card: stage.host_bytes for stage in result.best.cost.stages for card in stage.cards}
+    for node in dict.fromkeys(card.node for card in held):
+        state = sum(own for card, own in held.items() if card.node == node)
         available = max(0.0, node_host_bytes(problem.cluster, node) - problem.host_reserved)
         yield HostUse(node, state, copied_bytes(plan, node, copies), available)
 
