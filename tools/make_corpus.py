@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    told = f" and {options.stories} of stories" if options.stories else ""
+    told = f" and {options.stories} stories" if options.stories else ""
     print(
         f"{options.out}: {counts.documents} documents, {counts.text_bytes} bytes of text{told}; skipped "
         f"{counts.repeated} repeated, {counts.blank} blank, {counts.undecodable} not UTF-8, "

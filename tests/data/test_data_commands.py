@@ -101,7 +101,7 @@ def test_the_corpus_tool_tells_stories(tmp_path: Path) -> None:
     told: list[bytes] = []
     for _ in range(2):
         result = make_corpus("--out", out, "--source", source, "--stories", 3)
-        assert result.returncode == 0 and "2 documents, 24 bytes of text and 3 of stories" in result.stderr
+        assert result.returncode == 0 and "2 documents, 24 bytes of text and 3 stories" in result.stderr
         told.append(out.read_bytes())
     texts = [json.loads(line)["text"] for line in told[0].splitlines()]
     stories = [text for text in texts if text.startswith("One day ")]
