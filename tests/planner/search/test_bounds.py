@@ -13,7 +13,7 @@ from yuan_train.config.cluster import Card, Cluster, Link, NodeGroup
 from yuan_train.config.errors import NoPlanFits
 from yuan_train.config.plan import PipelinePlan, Plan, StagePlan
 from yuan_train.config.plan_constraints import validate_plan
-from yuan_train.config.profile import Profile
+from yuan_train.config.profile import Profile, ProfileEntry
 from yuan_train.config.run import Recompute, ScheduleName, SearchConfig
 from yuan_train.planner.costs.unit_costs import Costs, UnitCost, make_costs
 from yuan_train.planner.evaluate.plan_cost import cost_plan
@@ -252,3 +252,22 @@ def test_a_profile_that_knows_of_no_state_is_planned_with() -> None:
     profile = Profile(sequence_length=256, entries=entries)
     given_problem = problem(cluster(Fast=(1, card())), model=SMALL, profile=profile)
     assert find(given_problem, tensor=(1,), recompute=("none",)).best.cost.fits
+
+
+@pytest.mark.parametrize(("layers", "small"), [(2, 3), (4, 6)])
+def test_a_plan_that_random_drafts_miss_is_found_by_the_proof(layers: int, small: int) -> None:
+    """A layer fills a large card, embedding and head each a small one: one order of so many stages fits."""
+    end, layer = unit(1e-3, 2e-3, state=80e6), unit(1e-3, 2e-3, state=85e6)
+    entries = tuple(
+        ProfileEntry(device_type=name, embedding=end, layers=(layer,), head=end)
+        for name in ("Small", "Large")
+    )
+    small_card, large_card = (
+        replace(card(), memory=memory, reserved=0) for memory in (83 * 10**6, 90 * 10**6)
+    )
+    types = {"Small": (small, small_card), "Large": (layers, large_card)}
+    model = replace(SMALL, num_layers=layers)
+    profile = Profile(sequence_length=256, precision="bf16", entries=entries)
+    given_problem = problem(cluster(**types), model=model, profile=profile, memory_fraction=1.0)
+    plan = find(given_problem, schedule=None).best.plan
+    assert [stage.num_layers for stage in plan.stages] == [0, *[1] * layers, 0]

@@ -535,7 +535,7 @@ def search_space(
         runs = search.run([(own, known[:NUM_GIVEN])] * (NUM_VIRTUAL if small else 1), RESTART)
         split = _fastest(list(itertools.chain(*runs)))
         if split and (only or split[0][0] < PROMISING_VIRTUAL * known[0][0]):
-            split = _continued(search, own, [split])
+            split = _continued(search, own, runs)
         on_cards = split if only else _fastest([*on_cards, *split])
     # Where memory is short, a short search of hosts says little of a long one.
     if later and not only:

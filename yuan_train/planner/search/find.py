@@ -82,16 +82,18 @@ def _search(space: Space, none: Plans) -> Plans:
     ranked = rank(drafts.candidates)
     proof = NOTHING_PROVEN
     provable = none.has_all_shapes and is_provable(none.shapes, space.cards)
-    if provable and not space.options.offload_disk and not _has_unproven(space):
+    has_unproven = _has_unproven(space)
+    # Where few plans fit, it may find one that random drafts do not lead to.
+    if provable and not space.options.offload_disk and not (ranked and has_unproven):
         least = ranked[0].step_seconds if ranked else math.inf
         proof = prove_shapes(space, none.shapes, best_seconds=least)
-    if proof.exact:
+    if proof.exact and not has_unproven:
         ranked = rank([*ranked, *proof.found])
         lowest = min((one.step_seconds for one in proof.found), default=math.inf)
         return replace(
             none, ranked=ranked, num_simulated=proof.num_priced, lowest=lowest, any_fits=bool(ranked)
         )
-    ranked = with_special_plans(space, ranked)
+    ranked = with_special_plans(space, ranked or rank(proof.found))
     any_fits = drafts.any_fits or bool(ranked)
     return replace(none, ranked=ranked, num_simulated=drafts.num_priced, any_fits=any_fits)
 
