@@ -15,10 +15,10 @@ from yuan_train.estimate.memory import (
     largest_fitting,
     memory_of,
     remedies,
+    roles_memory_text,
     with_length,
 )
 from yuan_train.estimate.shape import PUBLISHED_SHAPES, to_model
-from yuan_train.estimate.text import roles_memory_text
 
 SAMPLES = GroupShape(group=4, prompt=256, new=786)
 
