@@ -125,17 +125,16 @@ def _runners(
     # Each has links of its own; a simulated card has simulated ones.
     card = job.plan.device_type(job.position.rank)
     rate = card.host_link if card is not None and card.slowdown is not None else None
+    links = partial(make_links, job.device, bytes_per_second=rate, pause=stopwatch.paused)
     tiers = None
     if runtime.copies is not None:
-        links = make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
         parameters = [parameter for part in runtime.parts.values() for parameter in part.parameters()]
-        tiers = ActivationTiers(runtime.copies, runtime.offloads, parameters, links, device=job.device)
+        tiers = ActivationTiers(runtime.copies, runtime.offloads, parameters, links(), device=job.device)
     found: dict[int, StageRunner] = {}
     for stage, part in runtime.parts.items():
         make: Callable[..., StageRunner] = StageRunner
         if (steps := runtime.pages.get(stage)) is not None:
-            links = make_links(job.device, bytes_per_second=rate, pause=stopwatch.paused)
-            pages = ParameterPages(steps.buckets, steps.paging.slots, links, device=job.device)
+            pages = ParameterPages(steps.buckets, steps.paging.slots, links(), device=job.device)
             make = partial(PagedRunner, pages=pages, steps=steps)
         settings = StageSettings(
             number=stage,
