@@ -165,6 +165,7 @@ QUIET = {
     "gpipe": (ROW, {"schedule": "gpipe"}, ()),
     "zero bubble": (ROW, {"schedule": "zero_bubble"}, ()),
     "sharded": (UNLIKE, {"optimizer_sharding": True}, ("train.precision=bf16",)),
+    "no parameters": ("1x8: 3@0 | 0@1 | 3@2", {}, ()),
     "one micro-batch": ("4x1: 6@0 / 4x1: 6@1", {}, ()),
     # Balanced by what each expert was given, which must not be counted twice.
     "experts": (

@@ -453,8 +453,8 @@ def _to_repeat(runtime: RankRuntime, stage: int, runner: StageRunner) -> int | N
     backwards = [step for step in runtime.program if step.stage == stage and step.kind == "backward"]
     if len(backwards) < 2 or isinstance(runner, PagedRunner) or runtime.copies is not None:
         return None
-    device = next(runtime.parts[stage].parameters()).device
-    if device.type != "cpu" or not isinstance(runner.objective, TokenLoss):
+    # Not asked of its parameters: a stage may hold none.
+    if runner.loss.device.type != "cpu" or not isinstance(runner.objective, TokenLoss):
         return None
     return backwards[0].micro_batch
 
