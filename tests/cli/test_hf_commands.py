@@ -92,8 +92,8 @@ def test_the_tokenizer_is_imported_and_exported(
     assert (tmp_path / "again/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
     words = ["--checkpoint", tmp_path / "out", "--max-new-tokens", 3, "--temperature", 0]
     capsys.readouterr()
-    prompts = ["if", "def f<sep>", "return value"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    prompts = ["if", "def f<sep>", "return\u2028value"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8-sig")
     assert command("generate", *words, "--special", "--prompts", tmp_path / "prompts.txt") == 0
     batched = capsys.readouterr().out.splitlines()
     assert len(batched) == 3

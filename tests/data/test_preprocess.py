@@ -78,6 +78,7 @@ def test_another_text_key(tmp_path: Path, tokenizer: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": "a"', r"lines\.jsonl:3: not JSON"),
+        pytest.param(b'{"n": ' + b"9" * 5000 + b"}", r"lines\.jsonl:3: not JSON .*digits", id="digits"),
         (b'["text"]', r"lines\.jsonl:3: list; wanted a JSON object with the key 'text'"),
         (b'{"txt": "a", "id": 1}', r"lines\.jsonl:3: no key 'text'; the line has 'txt', 'id'; .*--text-key"),
         (b'{"text": 5}', r"lines\.jsonl:3: key 'text' holds int; wanted text"),

@@ -94,7 +94,7 @@ def _prompts(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_s
         texts = [arguments.prompt]
     else:
         try:
-            lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()
+            lines = Path(arguments.prompts).read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {why_unread(error)}") from None
         texts = [line for line in lines if line.strip()]

@@ -171,7 +171,7 @@ def _decode_key(item: Item, key: str, option: str) -> Any:
         record = json.loads(item.line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 ({error.reason}); wanted one JSON object per line") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); wanted one JSON object per line") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: {type(record).__name__}; wanted a JSON object with the key {key!r}")
