@@ -99,6 +99,10 @@ def test_the_tokenizer_is_imported_and_exported(
     assert len(batched) == 3
     for prompt, line in zip(prompts, batched, strict=True):
         assert ask("generate", *words, "--special", "--prompt", prompt) == json.loads(line)
+    # Ids from 380 on fill up the vocabulary: they have no text.
+    assert command("generate", *words, "--prompt-ids", "383") == 0
+    hot = ask("generate", *words[:2], "--temperature", 1e6, "--seed", 1, "--prompt-ids", "7,383")
+    assert max(hot["new_ids"]) >= 380 and hot["text"]
     assert command("generate", *words, "--prompts", tmp_path / "nowhere") == 2
     assert command("generate", *words, "--prompt", "x", "--prompt-ids", "1") == 2
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sum(option is not None for option in given) != 1:
         raise ConfigError("give either --prompt, --prompt-ids or --prompts")
     from yuan_train.checkpoint.load import find_checkpoint
+    from yuan_train.data.prompts import text_of
     from yuan_train.models.generate import DocumentRules, Sampling, generate_batch
     from yuan_train.train.evaluate import load_trained
 
@@ -55,11 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _prompts(arguments, tokenizer, checkpoint.model.vocab_size)
     new_ids: list[list[int]] = [[] for _ in prompts]
     shown = not arguments.json and arguments.prompts is None
-    stream = (
-        _TextStream(tokenizer, [] if arguments.chat else prompts[0], arguments.special)
-        if shown and tokenizer is not None
-        else None
-    )
+    decode = partial(text_of, tokenizer=tokenizer, special=arguments.special)
+    before = prompts[0] if shown and not arguments.chat else []
+    stream = _TextStream(decode, before) if shown and tokenizer is not None else None
     for tokens in generate_batch(
         trained.model,
         prompts,
@@ -75,9 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             stream.show(new_ids[0])
     if not shown:
         for prompt_ids, row in zip(prompts, new_ids, strict=True):
-            text = tokenizer.decode(row, special=arguments.special) if tokenizer is not None else None
-            result = {"prompt_ids": prompt_ids, "new_ids": row, "text": text}
-            print(json.dumps(result, ensure_ascii=False))
+            text = decode(row) if tokenizer is not None else None
+            print(json.dumps({"prompt_ids": prompt_ids, "new_ids": row, "text": text}, ensure_ascii=False))
     else:
         print("" if stream is not None else ",".join(map(str, new_ids[0])))
     return 0
@@ -143,14 +143,14 @@ def _checked(ids: list[int], vocab_size: int) -> list[int]:
 class _TextStream:
     """Prints text as its tokens arrive; a character is printed once all its bytes have arrived."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], special: bool) -> None:
-        self._tokenizer, self._special, self._prompt_ids = tokenizer, special, prompt_ids
+    def __init__(self, decode: Callable[[list[int]], str], prompt_ids: list[int]) -> None:
+        self._decode, self._prompt_ids = decode, prompt_ids
         self._shown = 0
         self.show([])
 
     def show(self, new_ids: list[int]) -> None:
         """Print what `new_ids`, all tokens so far, add to the printed text."""
-        text = self._tokenizer.decode([*self._prompt_ids, *new_ids], special=self._special)
+        text = self._decode([*self._prompt_ids, *new_ids])
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             print(text[self._shown :], end="", flush=True)
             self._shown = len(text)

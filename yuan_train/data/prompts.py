@@ -220,14 +220,14 @@ def read_prompts(
     return found
 
 
-def text_of(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    """The text of tokens, without special ones; without a tokenizer their numbers, with spaces between.
+def text_of(ids: Sequence[int], tokenizer: Tokenizer | None, *, special: bool = False) -> str:
+    """The text of tokens; without a tokenizer their numbers, with spaces between.
 
-    A model may draw words that only fill up its vocabulary; they have no text.
+    Special ones are left out unless `special`; words that only fill up a vocabulary always are.
     """
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+    return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size], special=special)
 
 
 def prompt_of(value: Any, tokenizer: Tokenizer | None, template: str) -> Prompt:
