@@ -114,8 +114,11 @@ def test_resume_start_and_judge(project: Path, tmp_path: Path, ask: Ask, refuse:
     assert learned[-1]["loss"] < 0.1 and learned[-1]["accuracy"] == 1
     pairs = project.parent / "pairs.jsonl"
     judged = ask("evaluate", "--checkpoint", tmp_path / "scores", "--pairs", pairs)
+    one = ask("evaluate", "--checkpoint", tmp_path / "scores", "--pairs", pairs, "--max-sequences", 1)
+    assert one["pairs"] == 1 < judged["pairs"]
     assert judged["accuracy"] == 1 and judged["pairs"] == PAIRS and judged["margin"] > 1
     for words, message in (
+        (["evaluate", "--checkpoint", tmp_path / "ck", "--data", "x", "--max-sequences", -2], "wanted 0"),
         (["evaluate", "--checkpoint", tmp_path / "ck", "--pairs", pairs], "needs a reward model"),
         (["evaluate", "--checkpoint", tmp_path / "scores", "--token-ids", 1, "--logits", "x"], "predicts no"),
         (["generate", "--checkpoint", tmp_path / "scores", "--prompt-ids", 1], "only a language model"),

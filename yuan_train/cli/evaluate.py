@@ -23,7 +23,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="PREFIX", help="token files, without .bin or .idx")
     add("--pairs", metavar="FILE", help=".jsonl of preference pairs, for a reward model")
     add("--sequence-length", type=int, metavar="N", help="default: that of the training run")
-    add("--max-sequences", type=int, default=0, metavar="N", help="stop after N; 0: read all")
+    add("--max-sequences", type=int, default=0, metavar="N", help="stop after N, a pair is two; 0: read all")
     add("--token-ids", metavar="1,2,3", help="tokens to compute logits of")
     add("--logits", metavar="FILE", help="file to write (safetensors: input_ids, logits)")
     add("--json", action="store_true", help="print one JSON object on stdout")
@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = [name for name in ("data", "pairs", "token_ids") if getattr(arguments, name) is not None]
     if len(given) != 1:
         raise ConfigError("give either --data, --pairs or --token-ids")
+    if arguments.max_sequences < 0:
+        raise ConfigError(f"--max-sequences: wanted 0 (all of them) or more, got {arguments.max_sequences}")
     if (arguments.token_ids is None) != (arguments.logits is None):
         raise ConfigError("--token-ids and --logits go together")
     from yuan_train.checkpoint.load import find_checkpoint
@@ -50,13 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     data = checkpoint.state.get("run", {}).get("data", {})
     length = arguments.sequence_length or data.get("sequence_length", checkpoint.model.max_sequence_length)
+    most = arguments.max_sequences
     if arguments.pairs is not None:
-        judged = evaluate_pairs(
-            trained, arguments.pairs, sequence_length=length, max_pairs=arguments.max_sequences // 2
-        )
-        _report({"step": checkpoint.step, **asdict(judged)}, arguments.json)
-        return 0
-    found = evaluate(trained, arguments.data, sequence_length=length, max_sequences=arguments.max_sequences)
+        found = evaluate_pairs(trained, arguments.pairs, sequence_length=length, max_pairs=(most + 1) // 2)
+    else:
+        found = evaluate(trained, arguments.data, sequence_length=length, max_sequences=most)
     _report({"step": checkpoint.step, **asdict(found)}, arguments.json)
     return 0
 
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 def parse_ids(text: str, *, option: str, vocab_size: int) -> list[int]:
     """Token ids such as `1,2,3`. Raises ConfigError for other text, DataError beyond the vocabulary."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise ConfigError(f"{option}: wanted numbers such as 1,2,3; got {text!r}")
     ids = [int(word) for word in words]
     if max(ids) >= vocab_size:
