@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.commands import Refuse
 from tests.support.fake_card import FakeCard
 from tests.support.project import make_plan, make_project, run_config, with_forecast
 from tests.support.spawn import as_rank, free_port, spawn, start_ranks
@@ -41,13 +42,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_both(
-    project: Path, logs: Path, *, second: tuple[str, ...] = (), folders: tuple[Path, Path] | None = None
+    project: Path,
+    logs: Path,
+    *,
+    first: tuple[str, ...] = (),
+    second: tuple[str, ...] = (),
+    folders: tuple[Path, Path] | None = None,
 ) -> list[tuple[int, str]]:
-    """Exit code and stderr of both ranks; each as if on a node of its own. `second`: overrides of rank 1."""
+    """Exit code and stderr of both ranks; each as if on a node of its own. `first`, `second`: overrides of
+    rank 0 and rank 1."""
     words = ["train", "--config", project / "run.yaml", "--plan", project / "plan.yaml"]
     words += ["train.steps=2", "validation.every=0"]
     with start_ranks(
-        words, logs, 2, more={1: second}, cwds=folders or (project, project), constants=WAIT
+        words, logs, 2, more={0: first, 1: second}, cwds=folders or (project, project), constants=WAIT
     ) as ranks:
         return [rank.wait(within_seconds=120) for rank in ranks]
 
@@ -97,6 +104,16 @@ def test_a_checkpoint_directory_that_is_not_shared(project: Path, tmp_path: Path
 def with_an_old_driver() -> Iterator[None]:
     launch.has_driver = lambda: True
     yield
+
+
+def test_a_checkpoint_directory_that_cannot_be_written(project: Path, tmp_path: Path, refuse: Refuse) -> None:
+    """Found before the first step, by one process too; at its first save hours might be lost."""
+    (tmp_path / "file").write_text("")
+    words = ("train.steps=1", f"checkpoint.directory={tmp_path / 'file'}")
+    alone = refuse("train", "--config", project / "run.yaml", *words)
+    for code, said in (*run_both(project, tmp_path, first=words, second=words), (2, alone)):
+        assert code == 2 and "checkpoint.directory: " in said and "file cannot be written: " in said, said
+        assert "Traceback" not in said and "step 1/1" not in said
 
 
 def test_a_rank_without_its_card(project: Path, tmp_path: Path) -> None:

@@ -460,22 +460,20 @@ def unlike(group: Sequence[int], told: Sequence[RankForms]) -> Iterator[tuple[in
 def check_same_directory(directory: str | Path) -> None:
     """Raise CheckpointError, on all ranks, unless all see the same directory; collective over all ranks.
 
-    Rank 0 writes a file of a random name there, which every other rank must see.
+    Rank 0 writes a file of a random name there, which every other rank must see. So a process alone finds at
+    the start, and not at its first save, that it cannot write there.
     """
-    if not dist.is_initialized():
-        return
-    directory = Path(directory)
+    directory, is_first = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
     token = directory / share_object(f".seen-by-all-{uuid.uuid4().hex}")
     try:
         with agreeing():
             try:
-                if dist.get_rank() == 0:
+                if is_first:
                     directory.mkdir(parents=True, exist_ok=True)
                     token.write_text("every rank of a run must see this file\n", encoding="utf-8")
             except OSError as error:
-                raise CheckpointError(
-                    f"checkpoint.directory: {directory} cannot be written: {error}"
-                ) from None
+                text = f"checkpoint.directory: {directory} cannot be written: {error}"
+                raise CheckpointError(text) from None
         host = share_object(socket.gethostname())
         with agreeing():
             if not _appears(token):
@@ -484,8 +482,9 @@ def check_same_directory(directory: str | Path) -> None:
                     "writes to; give a directory on a file system that all nodes share"
                 )
     finally:
-        if dist.get_rank() == 0:
-            token.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if is_first:
+                token.unlink()
 
 
 def find_resume_together(job: Job) -> Job:
