@@ -21,12 +21,15 @@ def test_changes_and_many_epochs_are_said(
     assert main([*words, "train.steps=1"]) == 0
     first = capfd.readouterr().err
     assert "not as in the run" not in first and "times over" not in first
-    assert main([*words, "train.steps=2", "optimizer.learning_rate=0.25"]) == 0
+    other = "optimizer.learning_rate=0.25", "data.sequence_length=12", "model.hidden_dropout=0.5"
+    assert main([*words, "train.steps=2", *other]) == 0
     said = capfd.readouterr().err
     old = document["optimizer"]["learning_rate"]
     assert f"not as in the run that saved it: optimizer.learning_rate {float(old)} -> 0.25" in said
     assert "not as in the run that saved it: train.steps 1 -> 2" in said
-    assert len([line for line in said.splitlines() if "not as in" in line]) == 2
+    assert "not as in the run that saved it: data.sequence_length 24 -> 12" in said
+    assert "not as in the run that saved it: model.hidden_dropout 0.0 -> 0.5" in said
+    assert len([line for line in said.splitlines() if "not as in" in line]) == 4
 
     monkeypatch.setattr(loop, "MANY_EPOCHS", 0.01)
     assert main([*words, "train.steps=3", "optimizer.learning_rate=0.25"]) == 0

@@ -407,8 +407,8 @@ def _last_good(saved: int | None) -> str:
 
 MANY_EPOCHS = 20
 """A corpus that is read so often is told: mostly a step takes more tokens than was thought."""
-_FREE = "train.trace", "train.links_every"
-"""Keys that change no weight."""
+_FREE = "train.trace", "train.links_every", "model.name", "data.train", "data.validation"
+"""Keys that change no weight; of `data.train` there is a note of its own."""
 
 
 def changes(job: Job) -> list[str]:
@@ -417,7 +417,7 @@ def changes(job: Job) -> list[str]:
         return []
     saved, now = job.checkpoint.state.get("run", {}), as_plain(job.run)
     found: list[str] = []
-    for part in ("train", "optimizer", "objective"):
+    for part in ("model", "train", "data", "optimizer", "objective"):
         before, after = flatten(saved.get(part, {}), part), flatten(now.get(part, {}), part)
         found += [
             f"{key} {before[key]} -> {value}"
