@@ -79,7 +79,7 @@ search.schedule=[2f2b] | search.schedule[0]: wanted '1f1b', 'gpipe' ... got "2f2
 train.trace=true | command line 'train.trace=true' ... wanted keys and values (first_step, steps, ... got true
 train.steps=ten | command line 'train.steps=ten' ... wanted an integer, got "ten"
 --report plan.pdf | --report: plan.pdf ... wanted a name that ends in .html
-data.split=[0.5,0.6] | data.split: wanted two shares above 0 that sum to at most 1
+data.split=[0.5,0.6] | data.split: wanted two shares above 0 that sum to 1
 search.time_limit=soon | search.time_limit: wanted a number with a unit ... got 'soon'
 """)
 WORDS = table(r"""

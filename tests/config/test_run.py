@@ -115,8 +115,8 @@ warmup_steps: 10 => warmup_steps: 100 |
     optimizer.warmup_steps: 100 warm-up steps leave none of the 100 decay steps
 tokenizer: data/tokenizer\n  sequence => sequence |
     run.yaml:2: data.tokenizer: resets at document ends need the tokenizer's
-validation: [] => split: [0.9, 0.2] |
-    data.split: wanted two shares above 0 that sum to at most 1, got [0.9, 0.2]
+validation: [] => split: [0.9, 0.05] |
+    data.split: wanted two shares above 0 that sum to 1, got [0.9, 0.05]
 validation: [] => split: [1.0, 0.0] | data.split: wanted two shares above 0
 validation: [] => split: [0.9] | data.split[1]: missing
 validation: [] => split: [0.9, 0.1]\n  validation: [{prefix: v}] | data.split: give either split or validation

@@ -535,11 +535,9 @@ def validate_run(run: RunConfig) -> Iterator[Violation]:
             "(loss_after_separator, loss_on_answers)",
         )
     if data.split is not None:
-        if not data.split[0] or not data.split[1] or sum(data.split) > 1 + 1e-9:
+        if not data.split[0] or not data.split[1] or abs(sum(data.split) - 1) > 1e-6:
             shares = list(data.split)
-            yield Violation(
-                ("data", "split"), f"wanted two shares above 0 that sum to at most 1, got {shares}"
-            )
+            yield Violation(("data", "split"), f"wanted two shares above 0 that sum to 1, got {shares}")
         if data.validation:
             yield Violation(("data", "split"), "give either split or validation, not both")
     if run.validation.every and not data.validation and data.split is None:
