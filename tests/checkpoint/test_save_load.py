@@ -98,6 +98,7 @@ def test_an_incomplete_checkpoint_is_passed_over_with_a_note(
     path.write_bytes(path.read_bytes()[:20]) if damage == "truncated" else path.unlink()
     found = find_checkpoint(tmp_path)
     assert found.step == 1 and "torn" in found.notes[0] and victim in found.notes[0]
+    assert found.notes[0].endswith("; falling back to the previous one")
     with pytest.raises(CheckpointError, match="torn"):
         find_checkpoint(tmp_path / step_name(2))
 
@@ -109,8 +110,9 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         find_checkpoint(tmp_path)
     (tmp_path / step_name(1)).mkdir()
-    with pytest.raises(CheckpointError, match="no checkpoint here is complete"):
+    with pytest.raises(CheckpointError, match="no checkpoint here is complete") as caught:
         newest_in(tmp_path)
+    assert "falling back" not in str(caught.value)
 
 
 def test_names_and_shapes_must_match(tmp_path: Path) -> None:

@@ -131,15 +131,15 @@ def newest_in(directory: Path) -> Whole | None:
     update leaves a newer complete checkpoint.
     Raises CheckpointError if none of them is complete, or if `latest` names one that does not exist.
     """
-    notes: list[str] = []
+    torn: list[str] = []
     for step in steps_in(directory):
         path = directory / step_name(step)
         try:
-            return path, _state_of(path), tuple(notes)
+            return path, _state_of(path), tuple(f"{one}; falling back to the previous one" for one in torn)
         except CheckpointError as error:
-            notes.append(f"{error}; falling back to the previous checkpoint")
-    if notes:
-        raise CheckpointError(f"{directory}: no checkpoint here is complete: {'; '.join(notes)}")
+            torn.append(str(error))
+    if torn:
+        raise CheckpointError(f"{directory}: no checkpoint here is complete: {'; '.join(torn)}")
     if (directory / LATEST).exists():
         raise CheckpointError(f"{directory / LATEST}: names a checkpoint that does not exist")
     return None
