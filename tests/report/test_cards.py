@@ -3,12 +3,14 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.logs import BEGAN, LAST, write_run
 from yuan_train.cli.main import main
+from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.report.run_log import RunLog, card_rows, read_run, rent, waits_for
 from yuan_train.report.run_page import plan_marks, run_lines, timeline
 
@@ -158,3 +160,25 @@ def test_the_view_of_a_terminal_is_drawn_until_it_is_ended(
     monkeypatch.setattr("threading.Event.wait", wait)
     assert main(["watch", str(log), "--terminal"]) == 0
     assert capsys.readouterr().out.count("60 of 120") == 2 and waits == [10, 10]
+
+
+def test_half_a_layer_is_as_much_work_as_that_half(log: Path, tmp_path: Path) -> None:
+    """Both ranks are as busy as before, in whose time they do unlike halves of the fifth layer."""
+    copy = changed(log, tmp_path)
+    plan = load_plan(copy / "plan.yaml")
+    (own,) = plan.pipelines
+    first, second = own.stages
+    stages = (replace(first, layers=(0, 4.5)), replace(second, layers=(4.5, 6)))
+    for name in ("plan.yaml", "plans/plan-1.yaml", "plans/plan-2.yaml"):
+        save_plan(copy / name, replace(plan, pipelines=(replace(own, stages=stages),)))
+    run = read_run(copy)
+    assert [share.layers for share in run.ranks] == ["0 to 4.5 +emb", "4.5 to 6 +head"]
+    attention, rest = (
+        half.forward_flops(plan.sequence_length) for half in plan.model.spec.sublayers(plan.model)
+    )
+    assert attention != rest
+    work = (5 * attention + 4 * rest, attention + 2 * rest + plan.model.head_forward_flops)
+    (one, two), step = [share.seconds for share in run.ranks], run.step_seconds
+    assert one and two
+    wanted = sum(work) / step / (work[0] / one + work[1] / two)
+    assert run.use_of_cards == pytest.approx(wanted)

@@ -200,9 +200,8 @@ class RunLog:
     def use_of_cards(self) -> float | None:
         """The part of what the cards compute together, each at its own measured rate, while none waits; None
         if that is not known."""
-        return self._use(
-            {share.rank: share.seconds for share in self.ranks if share.seconds}, self.step_seconds
-        )
+        seconds = {share.rank: share.seconds for share in self.ranks if share.seconds}
+        return self._use(seconds, self.step_seconds)
 
     @cached_property
     def forecast_use_of_cards(self) -> float | None:
@@ -282,10 +281,8 @@ def slow_links(measured: Sequence[Line]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in measured[-1] if measured else ():
         times: list[float] = [line[name] for line in measured if line.get(name)]
-        middles = [
-            statistics.median(times[end - LINK_MEASUREMENTS : end])
-            for end in range(LINK_MEASUREMENTS, len(times) + 1)
-        ]
+        ends = range(LINK_MEASUREMENTS, len(times) + 1)
+        middles = [statistics.median(times[end - LINK_MEASUREMENTS : end]) for end in ends]
         if middles and min(times[-LINK_MEASUREMENTS:]) >= SLOW_LINK * min(middles):
             found[name] = middles[-1] / min(middles)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -293,11 +290,14 @@ def slow_links(measured: Sequence[Line]) -> dict[str, float]:
 
 def _work_of_ranks(plan: Plan) -> dict[int, float]:
     """By rank, the FLOP of its layers and head in a step, those of a tensor-parallel group shared equally."""
-    layer, head = plan.model.layer_forward_flops(plan.sequence_length), plan.model.head_forward_flops
+    model, length = plan.model, plan.sequence_length
+    early, late = (half.forward_flops(length) for half in model.spec.sublayers(model))
     found: dict[int, float] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
-            flops = stage.num_layers * layer + stage.head * head
+            (first, end), floor, ceil = stage.layers, math.floor, math.ceil
+            flops = (ceil(end) - ceil(first)) * early + (floor(end) - floor(first)) * late
+            flops += 2 * stage.num_layers * model.adapter_parameters + stage.head * model.head_forward_flops
             for number, replica in enumerate(stage.replicas):
                 count = pipeline.micro_batches_of(stage, number)
                 for rank in replica:
@@ -400,9 +400,8 @@ class RunReader:
         """The one that was given, or that lies with the run and has the plan's cards."""
         if self._given is not None:
             if plan is not None and not _has_cards(self._given, plan):
-                raise ConfigError(
-                    "--cluster: the run's plan has cards that are not in it; give the run's own"
-                )
+                fault = "the run's plan has cards that are not in it; give the run's own"
+                raise ConfigError(f"--cluster: {fault}")
             return self._given
         for path in (self._folder / CLUSTER, self._folder.absolute().parent / CLUSTER):
             found = self._once(path, load_cluster)
@@ -444,6 +443,7 @@ def _forecast_shares(plan: Plan) -> dict[int, _Share]:
         for s, stage in enumerate(pipeline.stages):
             first, end = stage.layers
             words = f"{first:g}-{end - 1:g}" if end - first > 1 else f"{first:g}" if end > first else "none"
+            words = f"{first:g} to {end:g}" if first % 1 or end % 1 else words
             words += " +emb" * stage.embedding + " +head" * stage.head
             forecast = stages.get((p, s))
             for number, replica in enumerate(stage.replicas):

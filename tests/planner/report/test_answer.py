@@ -49,7 +49,7 @@ def test_the_answer_stands_before_the_table(
     )
     assert memory.startswith("memory: ") and "left on the fullest card (New a/" in memory
     assert rent.startswith("rent: 1 an hour, ") and rent.endswith("for the run")
-    assert "2 Old have no bf16 units: bf16 without them" in precision and "fp16 on all cards" in precision
+    assert "2 Old have no bf16 units: bf16 without them" in precision and "fp16, which they have" in precision
     assert following.startswith("next: yuan-train launch --config ") and f"--plan {out}" in following
     # What was changed on the command line is changed in what is typed next, or the plan is of another run.
     for line in (measure, following):

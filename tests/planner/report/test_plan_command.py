@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from yuan_train.cli.main import main
+from yuan_train.config.plan import StagePlan
 from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.planner.report.plan import layer_words
 
@@ -163,6 +164,20 @@ def test_simulate_names_layers_as_the_plan_does(tmp_path, capsys):
     for stage in load_plan(out).pipelines[0].stages:
         words = f"layers {layer_words(stage)}"
         assert f"  {words}  busy " in shown and words in trace.read_text()
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((0, 3.5), "0 to 3.5"),
+        ((3.5, 7), "3.5 to 7"),
+        ((3.5, 4), "3.5 to 4"),
+        ((0.0, 4.0), "0-3"),
+        ((3, 4), "3"),
+    ],
+)
+def test_borders_inside_of_layers_are_named(layers, words):
+    assert layer_words(StagePlan(replicas=((0,),), layers=layers, head=True)) == f"{words} +head"
 
 
 def test_simulate_says_that_a_cut_does_not_fit(capsys, ask):

@@ -157,13 +157,10 @@ def _other_words(answer: Answer, other: OtherPrecision) -> str:
         return f"{cards} {lacking} no bf16 units; in {other.precision} no plan was found: {other.refusal}"
     more = other.tokens_per_second / answer.tokens_per_second - 1.0
     theirs = f"{other.tokens_per_second:,.0f} tokens/s ({more:+.0%})"
-    if other.precision == "fp16":
-        ways = f"bf16 without them {ours}, fp16 on all cards {theirs}"
-        advice = (
-            "train.precision=fp16 takes them; it needs a loss scale, and models made in bf16 may overflow"
-        )
-    else:
-        ways = f"fp16 on all cards {ours}, bf16 without them {theirs}"
+    ways = f"bf16 without them {ours}, fp16, which they have, {theirs}"
+    advice = "train.precision=fp16 may take them; it needs a loss scale, and models made in bf16 may overflow"
+    if other.precision == "bf16":
+        ways = f"fp16, which they have, {ours}, bf16 without them {theirs}"
         advice = "models made in bf16 may overflow in fp16; train.precision=bf16 leaves these cards out"
     return f"{cards} {lacking} no bf16 units: {ways}; {advice}"
 
@@ -180,8 +177,7 @@ the normal effort shortened their steps in the mean."""
 
 def bound_words(bound: Bound, step_seconds: float, num_cards: int) -> list[str]:
     """What no plan beats, what the bound knows, and what more effort gained on so many cards, if measured."""
-    sizes = "/".join(map(str, bound.sizes))
-    covered = f"{'/'.join(bound.schedules)}, micro-batches of {sizes}"
+    covered = f"{'/'.join(bound.schedules)}, micro-batches of {'/'.join(map(str, bound.sizes))}"
     words = [
         f"no plan takes less than {show_seconds(bound.seconds)} ({covered}); the step is "
         f"{step_seconds / bound.seconds - 1.0:.1%} longer",
@@ -210,10 +206,8 @@ def rent_lines(rent: Rent) -> list[str]:
         cheaper = part.price_per_step / fastest.price_per_step - 1.0
         more = f" and {len(part.left_out) - 4} more" if len(part.left_out) > 4 else ""
         what = f"without {', '.join(part.left_out[:4])}{more}" if part.left_out else "all nodes"
-        chosen = " (chosen)" if part is rent.chosen else ""
-        lines.append(
-            f"{what}: step {slower:+.1%}, price of a step {cheaper:+.1%}; {_rent_words(part)}{chosen}"
-        )
+        words = _rent_words(part) + (" (chosen)" if part is rent.chosen else "")
+        lines.append(f"{what}: step {slower:+.1%}, price of a step {cheaper:+.1%}; {words}")
     return [*lines, *["search.time_limit ended the search for other nodes to leave out"] * rent.stopped]
 
 
@@ -318,8 +312,7 @@ def describe_shape(candidate: Candidate) -> str:
     sizes = sorted({pipeline.micro_batch_size for pipeline in plan.pipelines})
     words = [
         f"{_count(len(plan.pipelines), 'pipeline')} x {_range(stages, 'stage')}",
-        f"{_range(counts, 'micro-batch', 'micro-batches')} of "
-        + (str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"),
+        f"{_range(counts, 'micro-batch', 'micro-batches')} of {_range(sizes)}",
         plan.schedule,
     ]
     widths = sorted({len(r) for stage in plan.stages for r in stage.replicas})
@@ -330,10 +323,9 @@ def describe_shape(candidate: Candidate) -> str:
     return ", ".join(words)
 
 
-def _range(values: Sequence[int], word: str, plural: str | None = None) -> str:
-    if len(values) == 1:
-        return _count(values[0], word, plural)
-    return f"{values[0]} to {values[-1]} {plural or word + 's'}"
+def _range(values: Sequence[int], word: str = "", plural: str | None = None) -> str:
+    most = _count(values[-1], word, plural) if word else str(values[-1])
+    return most if len(values) == 1 else f"{values[0]} to {most}"
 
 
 def step_words(result: SearchResult, problem: PlanProblem) -> str:
@@ -485,9 +477,8 @@ def _stage_rows(best: Candidate) -> list[str]:
     for numbers in kinds[:MAX_KINDS]:
         if len(kinds) > 1:
             headings[len(rows)] = _kind_words(best, numbers)
-        of_kind = [
-            _stage_row(best.cost, numbers, s) for s in range(len(best.plan.pipelines[numbers[0]].stages))
-        ]
+        count = len(best.plan.pipelines[numbers[0]].stages)
+        of_kind = [_stage_row(best.cost, numbers, s) for s in range(count)]
         most = max(MAX_STAGE_ROWS // min(len(kinds), MAX_KINDS), 4)
         if len(of_kind) > most:
             left_out = ("...", f"{len(of_kind) - most} more", "", "", "", "", "")
@@ -557,7 +548,8 @@ def layer_words(stage: StageCost | StagePlan) -> str:
     """`0-9 +emb`, `none +head`; `recompute` if all layers are recomputed, `recompute 3` if the first three
     are; under selective recompute `selective` instead of `recompute`."""
     first, end = stage.layers
-    words = [f"{first}-{end - 1}" if end > first + 1 else str(first) if end > first else "none"]
+    words = [f"{first:g}-{end - 1:g}" if end > first + 1 else f"{first:g}" if end > first else "none"]
+    words = [f"{first:g} to {end:g}"] if first % 1 or end % 1 else words
     words += ["+emb"] * stage.embedding + ["+head"] * stage.head
     if stage.num_recomputed:
         words += ["selective" if stage.recompute == "selective" else "recompute"]
@@ -567,11 +559,8 @@ def layer_words(stage: StageCost | StagePlan) -> str:
 
 def _cards_words(stages: Sequence[StageCost]) -> str:
     first = stages[0]
-    words = f"{group_types(first)} {first.card.name}"
-    if len(first.experts) > 1:
-        words += " " + expert_words(first)
-    else:
-        words += f" tensor {len(first.replicas[0])}" * (len(first.replicas[0]) > 1)
+    width = f"tensor {len(first.replicas[0])}" if len(first.replicas[0]) > 1 else ""
+    words = " ".join(filter(None, (group_types(first), first.card.name, expert_words(first) or width)))
     words += f" replicas {len(first.replicas)}" * (len(first.replicas) > 1)
     return words + (f" x{len(stages)}" if len(stages) > 1 else "")
 
@@ -687,10 +676,8 @@ def plan_html(
 
 def plan_picture(result: SearchResult, problem: PlanProblem) -> str:
     """The cards and their stages, and the timeline of one step, as one SVG file."""
-    best = result.best
-    title = (
-        f"Plan for {problem.model.name} on {problem.cluster.name}: {show_seconds(best.step_seconds)} a step"
-    )
+    best, step = result.best, show_seconds(result.best.step_seconds)
+    title = f"Plan for {problem.model.name} on {problem.cluster.name}: {step} a step"
     names = ("cards and their stages", "one step: blue forward, yellow backward, hatched waiting")
     drawn = (_cluster_drawing(result, problem), _timeline_drawing(best.cost))
     return whole_picture(

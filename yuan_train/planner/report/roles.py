@@ -48,7 +48,7 @@ def roles_answer(
     steps = f"{num_steps:,} step{'s' * (num_steps != 1)}"
     lines.append(
         f"the run takes {show_duration(num_steps * step)} ({steps}; a step of {problem.load.samples:,} "
-        f"answers takes {show_seconds(step)}), at {problem.load.samples / step:.3g} answers/s"
+        f"answers takes {show_seconds(step)}), at {float(f'{problem.load.samples / step:.3g}'):,g} answers/s"
     )
     full = [
         (cluster.device_type(own.ranks[rank].type).memory, name, own.ranks[rank], entry)
