@@ -104,6 +104,17 @@ def test_messages(tmp_path: Path, path: str, value: str, message: str) -> None:
         load(tmp_path, broken)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "most"),
+    [("forward_seconds", 1e300, "1000000000000000"), ("state_bytes", 1e19, "1000000000000000000")],
+)
+def test_what_no_card_takes_is_refused(tmp_path: Path, name: str, value: float, most: str) -> None:
+    large = example()
+    large["entries"][0]["head"] = UNIT | {name: value}
+    with pytest.raises(ConfigError, match=rf"head\.{name}: wanted less than or equal to {most}"):
+        load(tmp_path, large)
+
+
 def test_what_is_measured_twice_is_refused(tmp_path: Path) -> None:
     twice = example() | {"entries": example()["entries"] * 2}
     with pytest.raises(ConfigError, match=r"entries\[1\]: measured twice: A100-80G, 1, 1, none; keep one"):

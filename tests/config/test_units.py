@@ -1,14 +1,15 @@
 """Quantities: read, written, and shown."""
 
 import re
+from typing import Annotated
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from yuan_train.config.errors import ConfigError
-from yuan_train.config.load import format_quantity
-from yuan_train.config.units import FACTORS, Kind, parse_quantity, show_bytes, show_seconds
+from yuan_train.config.load import adapter, format_quantity
+from yuan_train.config.units import FACTORS, Kind, Unit, parse_quantity, show_bytes, show_seconds
 
 KINDS: list[Kind] = ["bytes", "bytes/s", "seconds", "FLOP/s"]
 
@@ -62,6 +63,22 @@ def test_refused(text: object, kind: Kind, message: str) -> None:
         parse_quantity(text, kind)
 
 
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("1e308 s", "seconds", "wanted 0 to 1e+09 seconds; got '1e308 s'"),
+        ("1e200 GiB", "bytes", "wanted 0 to 1e+18 bytes; got '1e200 GiB'"),
+        ("1e200 GB/s", "bytes/s", "wanted 1 to 1e+18 bytes/s; got '1e200 GB/s'"),
+        ("1e-200 GB/s", "bytes/s", "wanted 1 to 1e+18 bytes/s; got '1e-200 GB/s'"),
+        ("1e200 TFLOP/s", "FLOP/s", "wanted 1 to 1e+21 FLOP/s; got '1e200 TFLOP/s'"),
+    ],
+)
+def test_what_no_machine_has_is_refused_where_it_is_read(text: str, kind: Kind, message: str) -> None:
+    """Sums of such figures are no numbers, on which the compiled core ended the process."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        adapter(Annotated[float, Unit(kind)]).validate_python(text)
+
+
 @given(st.sampled_from(KINDS), st.floats(0, 1e24, allow_subnormal=False))
 def test_format_and_parse_give_the_value_back(kind: Kind, value: float) -> None:
     exact = float(round(value)) if kind == "bytes" else value
@@ -86,4 +103,5 @@ def test_shown_short() -> None:
     assert show_bytes(12) == "12 B"
     assert show_seconds(0.0412) == "41.2 ms"
     assert show_seconds(0) == "0 s"
+    assert show_seconds(1856.4) == "1,856 s" and show_seconds(0.9997) == "1,000 ms"
     assert show_seconds(3e-9) == show_seconds(-1e-14) == "0 s"

@@ -17,22 +17,10 @@ from yuan_train.config.run import RunConfig, SearchConfig
 
 T = TypeVar("T")
 
-_SAID = {
-    "replicas",
-    "layers",
-    "embedding",
-    "head",
-    "recompute",
-    "recompute_layers",
-    "optimizer_share",
-    "in_flight",
-    "experts",
-    "optimizer_offload",
-    "optimizer_disk",
-    "activation_offload",
-    "resident_parts",
-    "fetch_ahead",
-}
+_SAID = set(
+    "replicas layers embedding head recompute recompute_layers optimizer_share in_flight experts "
+    "optimizer_offload optimizer_disk activation_offload resident_parts fetch_ahead".split()
+)
 """Keys of a stage that the reasons below look at; any other one is refused unless it has its default."""
 
 

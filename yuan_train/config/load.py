@@ -554,8 +554,9 @@ def _schema_violation(item: Any, kind: Any) -> _SchemaViolation:
         return _SchemaViolation(keys, message)
     if item["type"] == "too_short":
         return _SchemaViolation(keys, "wanted at least one, got none")
-    message = message.replace("Input should be", "wanted")
-    message = message.replace("a valid integer", "an integer").replace("a valid", "a")
+    message = message.replace("Input should be", "wanted").replace("String should have", "wanted")
+    message = message.replace("a valid integer", "an integer").replace("a valid array", "a list")
+    message = message.replace("a valid", "a")
     if item["type"].startswith("dataclass"):
         held = _held_by(kind, keys)
         message = "wanted keys and values" + (f" ({held})" if held else "")

@@ -18,7 +18,7 @@ from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import CATALOGUE, Backend, DeviceType, find_card
 from yuan_train.config.model import HALVES, ModelConfig, half_of, is_trained, layer_table
-from yuan_train.config.run import HostCopies, Recompute, RunConfig, ScheduleName
+from yuan_train.config.run import HostCopies, Recompute, RunConfig, ScheduleName, Sequences
 
 Count = Annotated[int, Gt(0)]
 
@@ -135,9 +135,9 @@ class StagePlan:
 class PipelinePlan:
     """One data-parallel share of the batch, and the stages that process it."""
 
-    micro_batch_size: Count
+    micro_batch_size: Sequences
     """Sequences of a micro-batch."""
-    num_micro_batches: Count
+    num_micro_batches: Sequences
     """Micro-batches of a step."""
     stages: Annotated[tuple[StagePlan, ...], MinLen(1)]
     """From the first layers to the last."""
@@ -275,7 +275,7 @@ class Plan:
     """The model that it cuts."""
     sequence_length: Count
     """Tokens of a sequence."""
-    global_batch_size: Count
+    global_batch_size: Sequences
     """Sequences of an optimizer step, over all pipelines."""
     schedule: ScheduleName = "1f1b"
     """The order of forwards and backwards in every pipeline."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 
 from yuan_train.config.cluster import Cluster
 from yuan_train.config.devices import find_card
@@ -15,9 +15,9 @@ from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build, read_document
 from yuan_train.config.run import Recompute
 
-Seconds = Annotated[float, Ge(0)]
-Bytes = Annotated[float, Ge(0)]
-Rate = Annotated[float, Gt(0)]
+Seconds = Annotated[float, Ge(0), Le(1e15)]
+Bytes = Annotated[float, Ge(0), Le(1e18)]
+Rate = Annotated[float, Ge(1), Le(1e18)]
 """Bytes a second."""
 
 
@@ -98,7 +98,7 @@ class NodeLinkProfile:
 
     from_: str
     to: str
-    bytes_per_second: Annotated[float, Gt(0)]
+    bytes_per_second: Rate
     """Of all messages together. One alone may be slower, where it does not fill the NIC."""
     like: tuple[str, ...] | None = None
     """The measured pairs of nodes (`a100-0 - a100-7`) whose mean this is; None: it is measured itself."""
@@ -130,7 +130,7 @@ class GenerationProfile:
     prompt_tokens: Annotated[int, Gt(0)]
     """Of each prompt that was read."""
     slots: Annotated[tuple[Annotated[int, Gt(0)], ...], MinLen(1)]
-    contexts: Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)]
+    contexts: Annotated[tuple[Annotated[float, Gt(0), Le(1e18)], ...], MinLen(1)]
     """Mean tokens before the one that is drawn."""
     layer_seconds: tuple[tuple[Seconds, ...], ...]
     """Of a layer in a round: a row for each number of slots, in it one for each context."""
@@ -260,20 +260,16 @@ def _generation_violations(profile: Profile) -> Iterator[Violation]:
             numbers = list(getattr(own, name))
             if numbers != sorted(set(numbers)):
                 yield Violation(("generation", i, name), "numbers must increase")
-        for name, of in (
-            ("layer_seconds", "slots"),
-            ("engine_seconds", "slots"),
-            ("head_seconds", "slots"),
-            ("prompt_layer_seconds", "prompts"),
-            ("prompt_engine_seconds", "prompts"),
-        ):
+        counts = dict.fromkeys(("layer_seconds", "engine_seconds", "head_seconds"), "slots")
+        counts |= dict.fromkeys(("prompt_layer_seconds", "prompt_engine_seconds"), "prompts")
+        for name, of in counts.items():
             have, wanted = len(getattr(own, name)), len(getattr(own, of))
             if have != wanted:
                 yield Violation(("generation", i, name), f"{have}, but {wanted} {of}; give one for each")
         for j, row in enumerate(own.layer_seconds):
             if len(row) != len(own.contexts):
-                counts = f"{len(row)} times, but {len(own.contexts)} contexts"
-                yield Violation(("generation", i, "layer_seconds", j), f"{counts}; give one for each")
+                words = f"{len(row)} times, but {len(own.contexts)} contexts"
+                yield Violation(("generation", i, "layer_seconds", j), f"{words}; give one for each")
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -18,6 +18,7 @@ from yuan_train.config.errors import ConfigError, Violation
 from yuan_train.config.load import build, read_document
 from yuan_train.config.model import LoraConfig, ModelConfig, is_rl_document, with_overrides
 from yuan_train.config.run import (
+    MOST_SEQUENCES,
     CheckpointConfig,
     Count,
     Counts,
@@ -634,6 +635,11 @@ def _sizes(run: RLConfig) -> Iterator[Violation]:
             yield Violation(
                 ("search", "policy", "offload"), f"{tier}: written for pretraining alone; leave it out"
             )
+    if run.samples_per_step > MOST_SEQUENCES:
+        words = (
+            f"{train.prompts_per_step} groups of {group} (algorithm.group); wanted at most {MOST_SEQUENCES}"
+        )
+        yield Violation(("train", "prompts_per_step"), f"{words} answers in a step")
     if train.prompts_per_step % run.algorithm.updates:
         yield Violation(
             ("train", "prompts_per_step"),

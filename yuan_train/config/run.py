@@ -64,6 +64,9 @@ class StartConfig:
 
 Count = Annotated[int, Gt(0)]
 Counts = Annotated[tuple[Count, ...], MinLen(1)]
+MOST_SEQUENCES = 2**15
+"""Of a batch: the planner simulates each micro-batch of a step, and keeps when it ran."""
+Sequences = Annotated[Count, Le(MOST_SEQUENCES)]
 Share = Annotated[float, Ge(0), Le(1)]
 ScheduleName = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 
@@ -183,9 +186,9 @@ class TrainConfig:
 
     steps: Count
     """Optimizer steps of the whole run."""
-    global_batch_size: Count
+    global_batch_size: Sequences
     """Sequences per optimizer step."""
-    micro_batch_size: Count = 1
+    micro_batch_size: Sequences = 1
     """Sequences that one process computes at once without a plan; the least of a search for one."""
     seed: Annotated[int, Ge(0)] = 1234
     """Of initial weights, the order of the data and dropout."""
@@ -315,7 +318,7 @@ class SearchConfig:
     """Numbers of pipelines."""
     num_micro_batches: Counts | None = None
     """Micro-batches per pipeline; excludes mixed pipelines."""
-    micro_batch_size: Counts | None = None
+    micro_batch_size: Annotated[tuple[Sequences, ...], MinLen(1)] | None = None
     """Sequences per micro-batch; None: any, from train.micro_batch_size on; with a profile those measured."""
     replicas: Counts | None = None
     """Replicas per stage; None: any number, with an external profile 1."""

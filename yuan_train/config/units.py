@@ -34,6 +34,9 @@ _EXAMPLES: dict[Kind, str] = {
     "seconds": "10 us or 60 s",
     "FLOP/s": "312 TFLOP/s",
 }
+_LEAST: dict[Kind, float] = {"bytes/s": 1.0, "FLOP/s": 1.0}
+_MOST: dict[Kind, float] = {"bytes": 1e18, "bytes/s": 1e18, "seconds": 1e9, "FLOP/s": 1e21}
+"""What files may say above 0: sums, differences and quotients of these stay finite."""
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-z/]+)\s*")
 
 
@@ -67,7 +70,8 @@ def show_seconds(value: float) -> str:
     """Seconds for display: three digits and a unit, such as `41.2 ms`; `0 s` below a microsecond."""
     for unit in ("s", "ms", "us"):
         if abs(value) >= FACTORS["seconds"][unit]:
-            return f"{value / FACTORS['seconds'][unit]:.3g} {unit}"
+            number = value / FACTORS["seconds"][unit]
+            return f"{number:,.0f} {unit}" if abs(number) >= 999.5 else f"{number:.3g} {unit}"
     # What is shorter than that comes of rounding, of sums or of clocks.
     return "0 s"
 
@@ -92,7 +96,9 @@ class Unit:
         from pydantic_core import core_schema
 
         def read(text: object) -> float:
-            value = parse_quantity(text, self.kind)
+            value, least, most = parse_quantity(text, self.kind), _LEAST.get(self.kind, 0.0), _MOST[self.kind]
+            if value > 0 and not least <= value <= most:
+                raise ConfigError(f"wanted {least:g} to {most:g} {self.kind}; got {text!r}")
             return round(value) if self.kind == "bytes" else value
 
         return core_schema.no_info_before_validator_function(read, handler(source))

@@ -323,6 +323,8 @@ BUDGET_PER_CARD, LEAST_BUDGET = 20_000, 600_000
 than wanted for certain 1."""
 BUDGET_PER_SECOND = 30_000
 """At most, for each second of `search.time_limit`; 4 of it take 10 to 50 us."""
+LONG_BATCH = 4096
+"""Sequences of a batch from which on a draft takes as much longer to price as there are more."""
 NUM_RESTARTS, MORE_RESTARTS, RESTART = 6, 16, 1 / 40
 """Searches under each set of schedules that know nothing of each other, those that follow under the better
 set, and the part of the budget that each takes."""
@@ -376,7 +378,8 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
     # The core has room for so many sizes at a time.
     for first, effort in itertools.product(range(0, len(sizes), core.NUM_SIZES), efforts):
         own = effort * most * min(1.0, FEW_CARDS / num_cards)
-        budget = int(min(own, BUDGET_PER_SECOND * space.limit.seconds))
+        pace = BUDGET_PER_SECOND * min(1.0, LONG_BATCH / costs.problem.global_batch_size)
+        budget = int(min(own, pace * space.limit.seconds))
         some = sizes[first : first + core.NUM_SIZES]
         tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
         if tables is None:
@@ -620,9 +623,8 @@ def draft_space(options: Options, problem: PlanProblem) -> core.SpaceTable:
     allowed, batch = options.num_micro_batches, problem.global_batch_size
     each = None if allowed is None else (c_uint8 * (batch + 1))(*(n in allowed for n in range(batch + 1)))
     schedules = sum(1 << core.NAMES.index(name) for name in options.all_schedules)
-    replicas = (
-        ANY if options.any_replicas else sum(1 << n for n in options.replicas if n <= core.MAX_REPLICAS)
-    )
+    listed = [n for n in options.replicas if n <= core.MAX_REPLICAS]
+    replicas = ANY if options.any_replicas else sum(1 << n for n in listed)
     counts = ANY if options.pipelines is None else sum(1 << n for n in options.pipelines if n < 63)
     recompute = sum(1 << RECOMPUTES.index(kind) for kind in options.recompute)
     return core.SpaceTable(
