@@ -14,7 +14,7 @@ from tests.support.models import tiny_model
 from tools.bench.problems import small_problem
 from yuan_train.config.cluster import CardCount, Cluster, DedicatedLink, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
-from yuan_train.config.errors import ConfigError, NoPlanFits
+from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
 from yuan_train.config.express import is_expressible
 from yuan_train.config.load import dump
 from yuan_train.config.plan import PipelinePlan
@@ -24,7 +24,8 @@ from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.report.plan import layer_list, plan_html, plan_json, plan_table
-from yuan_train.planner.search import drafts
+from yuan_train.planner.search import drafts, search
+from yuan_train.planner.search import find as find_module
 from yuan_train.planner.search.search import SearchResult, search_plan, with_forecast
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -32,6 +33,7 @@ MODEL = tiny_model(
     "yuan", num_layers=8, hidden_size=128, ffn_hidden_size=512, vocab_size=4096, max_sequence_length=256
 )
 NETWORK = Link(bandwidth=1e9, latency=1e-4)
+VIRTUAL = ("interleaved_1f1b",)
 
 
 def card(memory_gib: float = 4.0, *, speed: float = 1.0, bf16: bool = True) -> DeviceType:
@@ -497,7 +499,7 @@ def test_tokens_are_divided_where_that_gains() -> None:
     )
     assert not whole.plan.sequence_parallel and divided.plan.sequence_parallel
     assert divided.step_seconds < whole.step_seconds
-    assert both.plan == divided.plan
+    assert replace(both.plan, forecast=None) == replace(divided.plan, forecast=None)
     for found in (whole, divided):
         assert cost_plan(make_costs(short), found.plan).step_seconds == found.step_seconds
     # The same cut with whole tokens does not fit.
@@ -505,6 +507,54 @@ def test_tokens_are_divided_where_that_gains() -> None:
     # Alone on each card there is nothing to divide.
     single = find(problem(TWO_SPEEDS), tensor=(1,), sequence_parallel=(False, True))
     assert not single.best.plan.sequence_parallel
+
+
+def test_what_is_claimed_of_two_spaces_holds_in_both() -> None:
+    """The one with whole tokens has no plan that fits, so that the other one's bound alone would be claimed;
+    where neither is left out, no plan of either may be below the bound."""
+    given = problem(TWO_SPEEDS)
+    keys: dict[str, Any] = {"tensor": (1, 2), "pipelines": (1,)}
+    whole, divided, both = (
+        find(given, **keys, sequence_parallel=choice) for choice in ((False,), (True,), (False, True))
+    )
+    least = min(whole.lower_bound_seconds, divided.lower_bound_seconds)
+    assert both.lower_bound_seconds == pytest.approx(least)
+    assert both.best.plan.forecast is not None
+    assert both.best.plan.forecast.lower_bound_seconds == both.lower_bound_seconds
+    assert both.exact == (both.bound is None)
+    assert not both.exact or least >= both.best.step_seconds * (1 - 1e-9)
+    assert both.num_simulated == whole.num_simulated + divided.num_simulated
+
+
+def test_a_space_without_a_plan_lowers_what_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its search was stopped: there may be a plan, as fast as its bound says."""
+    given, keys = problem(TWO_SPEEDS), {"tensor": (1, 2), "pipelines": (1,)}
+    search_one = search._search  # pyright: ignore[reportPrivateUsage]
+
+    def stops_in_one(own: PlanProblem, *rest: Any, **others: Any) -> SearchResult:
+        if own.sequence_parallel:
+            raise SearchStopped("over")
+        return replace(search_one(own, *rest, **others), exact=True, bound=None)
+
+    alone = find(given, **keys, sequence_parallel=(False,))  # type: ignore[arg-type]
+    monkeypatch.setattr(search, "_search", stops_in_one)
+    found = find(given, **keys, sequence_parallel=(False, True))  # type: ignore[arg-type]
+    assert found.best.step_seconds == alone.best.step_seconds
+    assert found.stopped and not found.exact and found.bound is not None
+    assert found.bound.seconds == found.lower_bound_seconds < found.best.step_seconds
+
+
+@pytest.mark.parametrize(("schedules", "words"), [(("1f1b",), "search keys"), (VIRTUAL, "Add 1f1b")])
+def test_why_no_plan_was_kept(
+    monkeypatch: pytest.MonkeyPatch, schedules: tuple[str, ...], words: str
+) -> None:
+    """Drafts fit, and none of them is wanted: 1f1b is proposed only where it is not among the schedules."""
+    monkeypatch.setattr(drafts, "judge", lambda *_: None)
+    monkeypatch.setattr(find_module, "is_provable", lambda *_: False)
+    monkeypatch.setattr(find_module, "with_special_plans", lambda space, ranked: [])
+    with pytest.raises(NoPlanFits, match=words) as refused:
+        find(problem(TWO_SPEEDS), schedule=schedules)
+    assert ("1f1b to" in str(refused.value)) == (schedules == VIRTUAL)
 
 
 # --- shapes ----------------------------------------------------------------------------------------------

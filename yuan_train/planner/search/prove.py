@@ -78,10 +78,8 @@ def lower_bound(costs: Costs, cards: Sequence[Card], options: Options) -> Bound:
 
     if np.isinf(np.min([wait.min(axis=0) for wait in waits], axis=0)).any():
         return Bound(seconds=math.inf, schedules=schedules, sizes=sizes)
-    low = batch * float(
-        np.min([w * rows.min(axis=0) for w, rows in zip(weights, work, strict=True)], 0).sum()
-    )
-    high = low
+    least = np.min([w * rows.min(axis=0) for w, rows in zip(weights, work, strict=True)], axis=0)
+    low = high = batch * float(least.sum())
     # 0 if each unit takes no time on some card or in some way: a profile's clock was too coarse.
     while low > 0.0 and needs_more(high):
         low, high = high, 2.0 * high

@@ -42,6 +42,7 @@ NO_VIRTUAL_STAGES = (
     "no plan fits search.schedule: no plan that fits can have virtual stages; each pipeline must have two "
     "stages or more, and each of these two layers or more. Add 1f1b to search.schedule, or allow fewer cards"
 )
+NONE_KEPT = "no plan fits the search keys: all plans met that fit the cards break some; loosen those given"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +108,35 @@ def search_plan(
     divisible = problem.sequence_length >= max(options.tensor)
     choices = dict.fromkeys(divided and divisible for divided in search.sequence_parallel)
     found: list[SearchResult] = []
-    faults: list[Exception] = []
+    missed: list[tuple[NoPlanFits, float]] = []
     for divided in choices:
         own, seconds = replace(problem, sequence_parallel=divided), search.time_limit / len(choices)
         try:
             found.append(_search(own, options, time_limit=seconds, clock=clock))
-        except (NoPlanFits, SearchStopped) as fault:
-            faults.append(fault)
+        except NoPlanFits as fault:
+            cards, _ = usable_cards(own, use_all=options.use_all_devices)
+            missed.append((fault, lower_bound(make_costs(own), cards, options).seconds))
     if not found:
-        raise faults[0]
-    return min(found, key=lambda result: result.best.step_seconds)
+        raise missed[0][0]
+    return found[0] if len(choices) == 1 else _both(found, missed, options)
+
+
+def _both(found: list[SearchResult], missed: list[tuple[NoPlanFits, float]], keys: Options) -> SearchResult:
+    """The faster result of two spaces; what it claims holds in both, also where no plan was found."""
+    first = min(found, key=lambda result: result.best.step_seconds)
+    best, lows = first.best, [*(own.lower_bound_seconds for own in found), *(low for _, low in missed)]
+    exact = first.exact and min(lows) >= best.step_seconds * (1 - 1e-9)
+    forecast = best.plan.forecast and replace(best.plan.forecast, lower_bound_seconds=min(lows))
+    bound = Bound(seconds=min(lows), schedules=keys.all_schedules, sizes=keys.all_sizes)
+    return replace(
+        first,
+        best=replace(best, plan=replace(best.plan, forecast=forecast)),
+        lower_bound_seconds=min(lows),
+        bound=None if exact else bound,
+        exact=exact,
+        stopped=any([own.stopped for own in found] + [isinstance(own, SearchStopped) for own, _ in missed]),
+        num_simulated=sum(own.num_simulated for own in found),
+    )
 
 
 def _search(
@@ -142,7 +162,6 @@ def _search(
     violations = list(validate_plan(best.plan))
     assert not violations, f"the planner made a plan that violates constraints: {violations}"
     even, no_even = even_split(space, plans, best)
-    notes = notes_of(space.costs, best.cost)
     return SearchResult(
         best=best,
         runners_up=runners_up(ranked),
@@ -154,7 +173,11 @@ def _search(
         exact=exact,
         stopped=space.is_over(),
         num_simulated=plans.num_simulated,
-        notes=(*notes, *passed_over(best, faster), *simplicity_note(best, kept[0])),
+        notes=(
+            *notes_of(space.costs, best.cost),
+            *passed_over(best, faster),
+            *simplicity_note(best, kept[0]),
+        ),
     )
 
 
@@ -170,7 +193,7 @@ def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:
     if not plans.shapes and (options.use_all_devices or not plans.num_simulated):
         raise ConfigError(shortfall.describe_no_shape(costs.problem, options, cards))
     if plans.any_fits:
-        raise NoPlanFits(NO_VIRTUAL_STAGES)
+        raise NoPlanFits(NO_VIRTUAL_STAGES if options.all_schedules == ("interleaved_1f1b",) else NONE_KEPT)
     near = shortfall.nearest_plans(space)
     if not near:
         raise NoPlanFits(shortfall.describe_shortfall(costs, cards, options))
@@ -178,8 +201,7 @@ def _nearest(space: Space, plans: Plans, time_limit: float) -> list[Candidate]:
 
 
 def _is_proven(space: Space, kept: Sequence[Candidate], faster: Candidate | None, lowest: float) -> bool:
-    """Whether the first plan is proven to be the fastest; `lowest`: seconds that no plan of the shapes beats,
-    if that is proven."""
+    """Whether the first plan is proven fastest; no plan of the shapes takes less than `lowest`, if finite."""
     stages = [stage for candidate in kept for stage in candidate.cost.stages]
     # Where no plan recomputes, activations on hosts gain nothing.
     may_send = any(stage.num_recomputed or stage.leaving for stage in stages)
@@ -212,26 +234,19 @@ def usable_cards(problem: PlanProblem, *, use_all: bool) -> tuple[list[Card], li
 
 
 def runners_up(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """The next best: one plan of each other `_family`, then other cuts of the same families."""
+    """The next best: one plan of each other family, then other cuts of the same families. Those of one have
+    schedule, pipelines, micro-batch size, and the first pipeline's stages by type and number of cards."""
     families: dict[object, dict[object, Candidate]] = {}
     for candidate in ranked:
-        cut = tuple(stage.layers for stage in candidate.plan.pipelines[0].stages)
-        families.setdefault(_family(candidate), {}).setdefault(cut, candidate)
+        plan, shape = candidate.plan, candidate.shape
+        groups = tuple((s.card.type, len(s.cards)) for s in candidate.cost.stages if s.pipeline == 0)
+        family = (shape.schedule, len(plan.pipelines), shape.micro_batch_size, groups)
+        cut = tuple(stage.layers for stage in plan.pipelines[0].stages)
+        families.setdefault(family, {}).setdefault(cut, candidate)
     (_, *cuts), *others = (list(own.values()) for own in families.values())
     rest = {id(one) for own in (cuts, *(own[1:] for own in others)) for one in own}
     distinct = [*(own[0] for own in others), *(one for one in ranked if id(one) in rest)]
     return tuple(sorted(distinct[:NUM_RUNNERS_UP], key=lambda c: c.step_seconds))
-
-
-def _family(candidate: Candidate) -> object:
-    """Schedule, pipelines, micro-batch size, and the first pipeline's stages by type and number of cards."""
-    shape = candidate.shape
-    return (
-        shape.schedule,
-        len(candidate.plan.pipelines),
-        shape.micro_batch_size,
-        tuple((s.card.type, len(s.cards)) for s in candidate.cost.stages if s.pipeline == 0),
-    )
 
 
 def with_forecast(costs: Costs, candidate: Candidate, lower_bound_seconds: float) -> Candidate:
@@ -267,10 +282,6 @@ def notes_of(costs: Costs, cost: PlanCost) -> tuple[str, ...]:
         for stage in cost.stages
         for name in dict.fromkeys(card.type for card in stage.cards)
     )
-    return (*dict.fromkeys(notes), *_link_notes(costs, cost))
-
-
-def _link_notes(costs: Costs, cost: PlanCost) -> list[str]:
     cards = {card for stage in cost.stages for card in stage.cards}
     alike, unknown = unmeasured(costs.topology, cards)
     of = f"of {len(cards) * (len(cards) - 1)} pairs of cards"
@@ -278,7 +289,7 @@ def _link_notes(costs: Costs, cost: PlanCost) -> list[str]:
         f"links {of}: {alike} not measured, taken as another pair's of the same nodes": alike,
         f"links {of}: {unknown} not measured, taken as the cluster file states them": unknown,
     }
-    return [text for text, number in words.items() if number]
+    return (*dict.fromkeys(notes), *(text for text, number in words.items() if number))
 
 
 def _width_note(stage: StageCost) -> str:
