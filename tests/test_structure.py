@@ -29,7 +29,7 @@ MORE_PARAMETERS = {
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
     "checkpoint": (7, 2959),  # which one a run begins with, which train asked
-    "cli": (29, 7304),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "cli": (29, 7303),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6390),  # experts that a rank holds, asked of a plan
     "data": (7, 3042),
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.

@@ -1,6 +1,6 @@
 """Runs a plan's schedule in virtual time: the same schedule that training runs on cards. Without --cluster,
-stage times are those of the plan's own forecast and messages are free, because a plan holds no links; with
-it, times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
+stage times are those of the plan's forecast, and nothing else counts, such as messages or the optimizer step;
+with it, times are looked up again (from --profile, else estimated) and messages go over the cluster's links.
 Of an RL plan it plays the flow of the roles; --cluster then needs the run, by --config.
 """
 
@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     if cost is not None:
         simulations = list(cost.simulations)
     else:
-        print("messages are free: a plan holds no links; give --cluster F to count them", file=sys.stderr)
+        rest = "messages, reductions of gradients, waits for copies, optimizer step and weight sync"
+        print(f"not counted: {rest}; give --cluster F to count them", file=sys.stderr)
         simulations = simulate_forecast(plan, sends=arguments.sends or "overlapped")
     document = _document(plan, simulations, cost)
     if arguments.trace:
@@ -156,8 +157,7 @@ def _plan_of_cut(arguments: argparse.Namespace) -> Plan:
     problem = _problem(arguments, cluster, run_config.model, run_config.data.sequence_length, batch)
     schedule = (run_config.search.schedule or ("1f1b",))[0]
     plan = plan_on_cards(problem, set(cards), pipelines, schedule=schedule, sharded=False)
-    violations = [violation.message for violation in validate_plan(plan)]
-    if violations:
+    if violations := [violation.message for violation in validate_plan(plan)]:
         raise PlanError("\n".join(violations))
     return plan
 
@@ -197,7 +197,7 @@ def _problem(
 
 
 def simulate_forecast(plan: Plan, *, sends: Sends = "overlapped") -> list[Simulation]:
-    """Each pipeline with the stage times of the plan's forecast; messages are free.
+    """Each pipeline with the stage times of the plan's forecast, and nothing besides.
 
     Raises PlanError if the forecast lacks a stage's times.
     """
@@ -218,8 +218,7 @@ def _forecast_times(plan: Plan, pipeline: int) -> StageTimes:
             f"forecast: no times for pipeline {pipeline}, stage {missing[0]}; give --cluster F to "
             "estimate them, or write forecast.stages"
         )
-    stages = [known[pipeline, s] for s in range(num_stages)]
-    free = (0.0,) * (num_stages - 1)
+    stages, free = [known[pipeline, s] for s in range(num_stages)], (0.0,) * (num_stages - 1)
     weight_seconds = tuple(stage.weight_seconds for stage in stages if stage.weight_seconds is not None)
     return StageTimes(
         forward_seconds=tuple(stage.forward_seconds for stage in stages),
@@ -289,7 +288,8 @@ def _print(plan: Plan, document: dict[str, Any]) -> None:
         print(f" disks: {written_words(document['disk_bytes'], step)}")
     copies = f" | waits for copies {show_seconds(stall)}" if stall else ""
     misses = " | does not fit the memory" * (document["fits"] is False)
-    print(f" step {show_seconds(step)} | bubble {document['bubble_fraction']:.0%}{copies}{forecast}{misses}")
+    words = f"{show_seconds(step)} | bubble {document['bubble_fraction']:.0%}{copies}{forecast}{misses}"
+    print(f" {'stages alone' if document['fits'] is None else 'step'} {words}")
 
 
 def _write_trace(path: str, plan: Plan, simulations: list[Simulation]) -> None:
@@ -378,8 +378,7 @@ def _of_forecast(plan: RlPlan) -> Play:
         train=forecast.training_seconds,
         publish=0.0 if shared else forecast.sync_seconds,
     )
-    apart = plan.roles.reward is not None
-    return play(times, staleness=plan.staleness, shared=shared, scores_apart=apart)
+    return play(times, staleness=plan.staleness, shared=shared, scores_apart=plan.roles.reward is not None)
 
 
 def _print_roles(plan: RlPlan, played: Play) -> None:

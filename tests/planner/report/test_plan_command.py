@@ -195,6 +195,10 @@ def test_simulate_without_a_cluster_has_free_messages(planned, capsys):
     assert document["messages"] == "free"
     assert document["step_seconds"] <= document["forecast_step_seconds"]
     assert "give --cluster F" in shown.err
+    rest = "not counted: messages, reductions of gradients, waits for copies, optimizer step and weight sync"
+    assert rest in shown.err
+    assert main(["simulate", "--plan", str(planned)]) == 0
+    assert " stages alone " in capsys.readouterr().out
 
 
 def test_simulate_without_a_cluster_splits_backwards_as_the_forecast(tmp_path, ask):
