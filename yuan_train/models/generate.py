@@ -38,7 +38,7 @@ class DocumentRules:
 
     eod_id: int | None = None
     reset_position_ids: bool = True
-    """Rotary positions count from the document's start. `documents.find_resets` has the same defaults."""
+    """Rotary positions count from the document's start. `attention.find_resets` has the same defaults."""
     reset_attention: bool = False
     """Tokens attend only within their document."""
     reset_filter: bool = False

@@ -367,7 +367,7 @@ class Transformer(nn.Module):
             positions: int64 [B, S] for the rotary embedding; None counts from 0 in each sequence.
             document_start: bool [B, S], where the localized filter's state is reset; None: nowhere.
             document_ranges: token ranges that attention does not leave; None: whole sequences. All three
-                come from `documents.find_resets`, once per micro-batch.
+                come from `attention.find_resets`, once per micro-batch.
             dropout_seed: seed of the masks of `config.hidden_dropout`; None disables dropout.
             parts: is told of the parts of the forward, and keeps what the layers save for the backward; not
                 with compiled layers, nor with recompute `full`.
