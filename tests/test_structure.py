@@ -30,7 +30,7 @@ MORE_PARAMETERS = {
 ROOMS = {
     "checkpoint": (7, 2959),  # which one a run begins with, which train asked
     "cli": (29, 7303),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
-    "config": (14, 6390),  # experts that a rank holds, asked of a plan
+    "config": (14, 6388),  # experts that a rank holds, asked of a plan
     "data": (7, 3042),
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
@@ -46,7 +46,7 @@ ROOMS = {
     "schedule": (7, 2095),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1747),  # what is reset at document ends goes with the weights
     "supervise": (4, 1955),  # rounds without a meeting, seats, a lease of who is cut off
-    "train": (13, 6396),  # it is noted how long a rank stood still
+    "train": (13, 6394),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

@@ -64,7 +64,7 @@ class StartConfig:
 
 Count = Annotated[int, Gt(0)]
 Counts = Annotated[tuple[Count, ...], MinLen(1)]
-MOST_SEQUENCES = 2**15
+MOST_SEQUENCES = 2**17
 """Of a batch: the planner simulates each micro-batch of a step, and keeps when it ran."""
 Sequences = Annotated[Count, Le(MOST_SEQUENCES)]
 Share = Annotated[float, Ge(0), Le(1)]
