@@ -58,7 +58,7 @@ def test_a_default_and_a_unit_are_told_as_in_files() -> None:
     assert reserved.path == "device_types.NAME.reserved"
     assert (reserved.unit, reserved.default) == ("bytes", "1 GiB")
     (batch,) = file_keys("run", "train.global_batch_size")
-    assert batch.default is None and batch.type == "integer above 0 to 32768"
+    assert batch.default is None and batch.type == "integer above 0 to 131072"
 
 
 def test_the_command_prints_keys_by_prefix_or_part(capsys: pytest.CaptureFixture[str], ask: Ask) -> None:

@@ -125,7 +125,7 @@ validation: {every: 0 => validation: {every: 5 |
 train: [{prefix: data/corpus, weight: 1.0}] => train: [] | data.train: wanted at least one, got none
 search: {} => search: {tensor: 2} | search.tensor: wanted a list, got 2
 global_batch_size: 16 => global_batch_size: 100000000000000000000 |
-    run.yaml:10: train.global_batch_size: wanted less than or equal to 32768, got 100000000000000000000
+    run.yaml:10: train.global_batch_size: wanted less than or equal to 131072, got 100000000000000000000
 log: {directory: runs/tiny, => log: {project: '', directory: runs/tiny, |
     log.project: wanted at least 1 character, got ""
 search: {} => search: {tensor: []} | search.tensor: wanted at least one, got none

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 from yuan_train.config.errors import CheckpointError, ConfigError, Violation, YuanError
 from yuan_train.config.load import (
@@ -211,8 +211,8 @@ RouterKind = Literal["attention", "softmax"]
 OutputKind = Literal["vocabulary", "value"]
 Balance = Literal["bias", "sequence"]
 RotaryForm = Literal["exact", "bf16_frequencies", "bf16"]
-Count = Annotated[int, Gt(0), Lt(2**24)]
-Size = Annotated[int, Ge(0), Lt(2**24)]
+Count = Annotated[int, Gt(0)]
+Size = Annotated[int, Ge(0)]
 Length = Annotated[int, Ge(0), Lt(2**31)]
 Rate = Annotated[float, Ge(0), Lt(1)]
 Positive = Annotated[float, Gt(0), Lt(math.inf)]
@@ -249,7 +249,7 @@ class ModelConfig:
 
     name: str
     """What reports and exported files call the model."""
-    num_layers: Annotated[int, Gt(0), Le(10_000)]
+    num_layers: Count
     """Transformer layers, each of attention and feed-forward."""
     hidden_size: Count
     """Width of the residual stream."""

@@ -655,3 +655,9 @@ def test_few_cards_are_searched_by_numbers_of_pipelines(monkeypatch: pytest.Monk
     search = SearchConfig(simplicity=0.0, offload=())
     plan = search_plan(small_problem(14), search, micro_batch_size=1, again=False).best.plan
     assert sorted(len(pipeline.stages) for pipeline in plan.pipelines) == [3, 5]
+
+
+def test_more_layers_than_the_core_counts_are_refused() -> None:
+    given = problem(TWO_SPEEDS, model=replace(MODEL, num_layers=10_001))
+    with pytest.raises(ConfigError, match="num_layers: wanted at most 10000 to plan for, got 10001"):
+        find(given)

@@ -42,6 +42,8 @@ NO_VIRTUAL_STAGES = (
     "no plan fits search.schedule: no plan that fits can have virtual stages; each pipeline must have two "
     "stages or more, and each of these two layers or more. Add 1f1b to search.schedule, or allow fewer cards"
 )
+MOST_LAYERS = 10_000
+"""Of a model that is planned for: the core counts a stage's layers in 16 bits."""
 NONE_KEPT = "no plan fits the search keys: all plans met that fit the cards break some; loosen those given"
 
 
@@ -96,6 +98,9 @@ def search_plan(
     ConfigError if the search keys, the batch or the precision exclude every plan, NoPlanFits (with the
     nearest miss) if no plan fits the cards, SearchStopped if the time limit came first.
     """
+    if problem.model.num_layers > MOST_LAYERS:
+        words = f"wanted at most {MOST_LAYERS} to plan for, got {problem.model.num_layers}"
+        raise ConfigError(f"model.num_layers: {words}")
     options = read_options(
         search,
         micro_batch_size=micro_batch_size,
