@@ -159,7 +159,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _keep_files(parsed: argparse.Namespace) -> None:
     """Raise YuanError if a file that is written is one that is read, or is written twice."""
     files: dict[str, str] = {}
-    for name in ("cluster", "config", "model", "plan", "out", "report", "trace"):
+    for name in ("cluster", "config", "model", "plan", "profile", "out", "report", "trace"):
         path = getattr(parsed, name, None)
         if isinstance(path, str) and path:
             other = files.setdefault(os.path.realpath(path), name)
