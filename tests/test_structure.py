@@ -39,7 +39,7 @@ ROOMS = {
     "models": (11, 3402),
     "objectives": (2, 196),
     "parallel": (17, 7449),  # who was away is named; paces of simulated cards; ranks that look again soon
-    "planner": (35, 11852),  # few cards searched again, and even splits of the whole batch
+    "planner": (35, 11864),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1725),  # cards with their state, plans over time, logs that grow
     "rl": (15, 7143),  # environments of what servers draw: a request a turn

@@ -301,10 +301,37 @@ def test_adapters_are_priced_as_defined(seed: int) -> None:
     assert check_drawn(draw, problem, here) >= 5
 
 
-def search(tables: Tables, *, budget: int = 3_000, schedules: int = 0b1001, hosts: int = 1, given=()):
+def test_what_the_core_forgets_of_large_batches_is_made_anew() -> None:
+    problem = replace(random_problem(random.Random(1)), global_batch_size=9_000)
+    problem = replace(problem, model=replace(problem.model, num_layers=12))
+    costs, half = make_costs(problem), 6
+    tables = tables_of(costs, (1,), (1,))
+
+    def price(own: Tables, depth: int) -> tuple[float, ...] | None:
+        first = StagePlan(
+            replicas=((0,),),
+            layers=(0, half),
+            embedding=True,
+            head=False,
+            activation_offload=half,
+            resident_parts=12,
+            in_flight=depth,
+        )
+        last = StagePlan(replicas=((1,),), layers=(half, 2 * half), embedding=False, head=True)
+        line = PipelinePlan(micro_batch_size=1, num_micro_batches=9_000, stages=(first, last))
+        draft = draft_of(own, _numbered(problem, [line], "1f1b", False))
+        found = None if draft is None else price_of(own, draft)
+        return found and (found.step, found.over, *(stage.memory for stage in found.stages[:2]))
+
+    kept = [price(tables, depth) for depth in (*range(2, 90), 2, 3, 50)]
+    assert None not in kept and kept[:2] == kept[-3:-1] and kept[48] == kept[-1]
+    assert kept[-3:] == [price(tables_of(costs, (1,), (1,)), depth) for depth in (2, 3, 50)]
+
+
+def search(tables: Tables, *, budget=3_000, schedules=0b1001, hosts=1, given=(), seconds=math.inf):
     everything = 2**64 - 1
     space = SpaceTable(0b111, schedules, 0b11, everything, everything, hosts, hosts, 0, 0)
-    return tables.evaluator.search(space, given, budget=budget, seed=1, room=8)
+    return tables.evaluator.search(space, given, budget=budget, seed=1, room=8, seconds=seconds)
 
 
 def with_memory(problem: PlanProblem, memory: float) -> PlanProblem:
@@ -356,6 +383,12 @@ def test_a_search_gives_the_same_drafts_again_and_loses_none_that_it_is_given() 
     ]
     other = search(tables, given=first.drafts[:1], budget=10)
     assert other.steps[0] <= first.steps[0]
+
+
+def test_a_search_ends_with_its_time_but_not_before_it_has_found_a_draft() -> None:
+    tables = tables_of(make_costs(random_problem(random.Random(1))))
+    found = search(tables, budget=10**15, seconds=0.0)
+    assert found.drafts and found.num_priced < 10_000
 
 
 @pytest.mark.parametrize("seed", [1, 7])

@@ -20,8 +20,28 @@ static int is_backward(int32_t kind)
 
 /* --- placing ---------------------------------------------------------------------------------------------- */
 
+/* Forget those that were not used for longest until there is room for more; placements of large batches are large. */
+static void keep_within(struct placements *all, size_t more)
+{
+    enum { MOST_BYTES = 128 << 20 };
+    while (all->room + more > MOST_BYTES) {
+        struct placement *oldest = NULL;
+        for (int32_t i = 0; i < NUM_PLACED; i++) {
+            struct placement *own = &all->made[i];
+            if (own->room && own->used < all->kept && (!oldest || own->used < oldest->used))
+                oldest = own;
+        }
+        if (!oldest)
+            return;
+        free(oldest->memory);
+        all->room -= oldest->room;
+        oldest->memory = NULL;
+        oldest->room = 0;
+    }
+}
+
 /* Room for so many steps; 0, or -1 without memory. */
-static int take_room(struct placement *own, int32_t num_steps)
+static int take_room(struct placements *all, struct placement *own, int32_t num_steps)
 {
     size_t steps = (size_t)num_steps, batches = (steps + 1) / 2, positions = steps * (size_t)own->what.parts;
     size_t keys = batches * (size_t)own->what.leaving;
@@ -29,11 +49,14 @@ static int take_room(struct placement *own, int32_t num_steps)
                    (1 + steps + 2 * batches + 2 * positions + 8 * keys) * sizeof(int32_t);
     if (bytes > own->room) {
         free(own->memory);
+        all->room -= own->room;
         own->room = 0;
+        keep_within(all, bytes);
         own->memory = malloc(bytes);
         if (!own->memory)
             return -1;
         own->room = bytes;
+        all->room += bytes;
     }
     own->kept_of = own->memory;
     memset(own->kept_of, 0, (size_t)own->what.leaving * sizeof(double));
@@ -211,7 +234,7 @@ struct placement *find_placement(struct placements *all, const struct sending *w
         return own;
     own->what = *what;
     own->num_steps = 0;
-    if (take_room(own, num_steps))
+    if (take_room(all, own, num_steps))
         return NULL;
     own->num_steps = num_steps;
     memcpy(own->steps, steps, sizeof *steps * (size_t)num_steps);

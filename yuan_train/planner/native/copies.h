@@ -38,6 +38,7 @@ enum { NUM_PLACED = 512 };
 struct placements {
     struct placement made[NUM_PLACED];
     int64_t used, kept, num_positions; /* all that were placed, summed or run */
+    size_t room;                       /* of all */
 };
 
 /* The two links of a worker in a run. */

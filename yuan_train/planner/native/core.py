@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -354,8 +355,10 @@ class Evaluator:
         seed: int,
         room: int,
         part: int = WHOLE,
+        seconds: float = math.inf,
     ) -> NativeFound:
-        """The fastest `room` drafts that a search, or a part of it, of so many priced drafts finds."""
+        """The fastest `room` drafts that a search, or a part of it, of so many priced drafts finds, and in
+        so many seconds if it finds any."""
         cards = self._problem.num_cards + 1
         drafts = (DraftTable * room)()
         most = most_stages(self._problem) + 1
@@ -364,7 +367,7 @@ class Evaluator:
             draft.pipelines, draft.stages = pipelines, stages
         steps = (c_double * room)()
         found = _Found(0, room, 0, steps, drafts)
-        wish = _Wish(budget, seed, len(given), (DraftTable * max(len(given), 1))(*given), part)
+        wish = _Wish(budget, seed, len(given), (DraftTable * max(len(given), 1))(*given), part, seconds)
         with self.borrowed() as pointer:
             failed = _core().search_drafts(pointer, byref(space), byref(wish), byref(found))
         if failed:

@@ -113,9 +113,18 @@ static void number_workers(struct evaluator *evaluator, const struct draft *draf
         evaluator->first[s + 1] = evaluator->first[s] + draft->stages[pipeline->first_stage + s].num_replicas;
 }
 
+static void forget(struct evaluator *evaluator, struct known *known)
+{
+    evaluator->num_operations -= known->schedule ? known->schedule->num_operations : 0;
+    free_schedule(known->schedule);
+    free(known->key);
+    *known = (struct known){NULL, NULL};
+}
+
 const struct schedule *find_schedule(struct evaluator *evaluator, const struct draft *draft,
                                      const struct draft_pipeline *pipeline, int with_operations)
 {
+    enum { MOST_OPERATIONS = 4 << 20 }; /* those of large batches have many */
     int32_t stages = pipeline->num_stages, size = 3 + 2 * stages;
     const struct draft_stage *own = &draft->stages[pipeline->first_stage];
     int32_t key[3 + 2 * stages];
@@ -147,8 +156,9 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
         evaluator->first, evaluator->workers,
         draft->schedule == ONE_F_ONE_B ? evaluator->depths : NULL,
     };
-    free_schedule(known->schedule);
-    free(known->key);
+    forget(evaluator, known);
+    for (; evaluator->num_operations > MOST_OPERATIONS; evaluator->oldest++)
+        forget(evaluator, &evaluator->known[evaluator->oldest % NUM_KNOWN]);
     known->schedule = make_schedule(&layout, !with_operations);
     known->key = malloc(sizeof key);
     if (!known->schedule || !known->key) {
@@ -156,6 +166,7 @@ const struct schedule *find_schedule(struct evaluator *evaluator, const struct d
         known->schedule = NULL;
         return NULL;
     }
+    evaluator->num_operations += known->schedule->num_operations;
     memcpy(known->key, key, sizeof key);
     return known->schedule;
 }
@@ -908,10 +919,8 @@ void free_evaluator(struct evaluator *evaluator)
         free_placements(evaluator->placed);
     free(evaluator->steps);
     free(evaluator->copy_ends);
-    for (int32_t i = 0; i < NUM_KNOWN; i++) {
-        free_schedule(evaluator->known[i].schedule);
-        free(evaluator->known[i].key);
-    }
+    for (int32_t i = 0; i < NUM_KNOWN; i++)
+        forget(evaluator, &evaluator->known[i]);
     free(evaluator->changes);
     free_run(evaluator->run);
     release(&evaluator->arena);

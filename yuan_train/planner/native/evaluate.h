@@ -164,6 +164,7 @@ struct wish {
     int32_t num_given;
     const struct draft *given; /* drafts that are known */
     int32_t part;
+    double seconds; /* after which it ends once it has found a draft */
 };
 
 /* The same drafts for the same arguments on all machines. 0, or -1 without memory. */

@@ -77,6 +77,8 @@ struct evaluator {
     struct copy_clock *clocks;            /* [cards]: of one pipeline's workers */
     struct played *played;                /* [pipelines] */
     struct known known[NUM_KNOWN];
+    int64_t num_operations;               /* of all that are known */
+    uint32_t oldest;                      /* about, of these */
     struct change *changes;
     int32_t num_changes, room_for_changes;
     int32_t *leaving, *entering, *counts, *flows; /* [nodes] */

@@ -13,6 +13,7 @@ struct search {
     const struct space *space;
     uint64_t random;
     int64_t spent; /* of the budget */
+    double end;    /* when all counts as spent if a draft is found */
     int32_t most_copies; /* of the model that random drafts may have; 0: any number */
     int32_t fills_cards; /* whether its state alone is more than all cards hold, so that room on hosts counts too */
     struct arena arena;

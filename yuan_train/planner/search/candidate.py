@@ -26,6 +26,10 @@ class TimeLimit:
     started: float
     seconds: float
 
+    def left(self) -> float:
+        """Seconds; negative when it is over."""
+        return self.seconds - (self.clock() - self.started)
+
 
 @dataclass(frozen=True)
 class Space:

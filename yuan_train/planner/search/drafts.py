@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,7 @@ from yuan_train.planner.costs.workload import (
     slot_bytes,
 )
 from yuan_train.planner.native import core
-from yuan_train.planner.search.candidate import Candidate, Space, judge
+from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, judge
 from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options, Shape
 
@@ -384,7 +384,7 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         tables = make_tables(costs, some, options.tensor, on_disk=options.offload_disk)
         if tables is None:
             continue
-        search = _Search(tables, budget, space.is_over)
+        search = _Search(tables, budget, space.limit)
         # At most so many of the shapes, in even steps.
         count = min(len(shapes), MOST_SHAPES)
         drafts = [draft_of_shape(tables, shapes[i * len(shapes) // count]) for i in range(count)]
@@ -399,7 +399,11 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         plans = (plan_of(tables, draft) for draft in near)
         if options.offload_disk:
             plans = (with_disks(costs, plan) for plan in plans)
-        found += [one for plan in plans if (one := judge(space, plan)) is not None]
+        for plan in plans:
+            if (one := judge(space, plan)) is not None:
+                found.append(one)
+            if found and space.is_over():
+                break
         any_fits, num_priced = any_fits or search.any_fits, num_priced + sum(search.priced)
     return FoundDrafts(tuple(found), any_fits=any_fits, num_priced=num_priced)
 
@@ -459,8 +463,8 @@ class _Pools(NamedTuple):
 class _Search:
     """Searches of the core, each with its own random numbers, as many at a time as there are processors."""
 
-    def __init__(self, tables: Tables, budget: int, stopped: Callable[[], bool]) -> None:
-        self.tables, self.budget, self.stopped = tables, budget, stopped
+    def __init__(self, tables: Tables, budget: int, limit: TimeLimit) -> None:
+        self.tables, self.budget, self.limit = tables, budget, limit
         self.num_searches, self.any_fits, self.priced = 0, False, list[int]()
 
     def run(self, begins: Sequence[_Begin], share: float, part: int = core.WHOLE) -> list[list[_Known]]:
@@ -474,10 +478,11 @@ class _Search:
 
     def _run_one(self, begin: _Begin, seed: int, *, budget: int, part: int) -> list[_Known]:
         space, given = begin[0], [draft for _, draft in begin[1]]
-        if (self.stopped() and self.any_fits) or (part != core.WHOLE and not given):
+        left = self.limit.left()
+        if (left < 0 and self.any_fits) or (part != core.WHOLE and not given):
             return []
         found = self.tables.evaluator.search(
-            space, given, budget=budget, seed=seed, room=NUM_JUDGED, part=part
+            space, given, budget=budget, seed=seed, room=NUM_JUDGED, part=part, seconds=left
         )
         self.priced.append(found.num_priced)
         self.any_fits = self.any_fits or bool(found.steps)
@@ -576,7 +581,7 @@ def _parts(spaces: Sequence[core.SpaceTable]) -> list[core.SpaceTable]:
 
 def _wants_memory(search: _Search, space: core.SpaceTable, known: Sequence[_Known]) -> bool:
     """Whether a short search finds faster drafts if cards' memory does not end; hosts can gain no more."""
-    roomy = _Search(without_limits(search.tables), search.budget, search.stopped)
+    roomy = _Search(without_limits(search.tables), search.budget, search.limit)
     # What it finds need not fit, so that it ends with the time.
     roomy.any_fits = True
     found = _annealed(roomy, space, RESTART, known)
