@@ -4,6 +4,8 @@ which of several looks for the checkpoint to resume from."""
 import logging
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +23,11 @@ from tests.support.spawn import as_rank, free_port, spawn, start_ranks
 from yuan_train.checkpoint.load import Checkpoint
 from yuan_train.cli import launch
 from yuan_train.config.devices import CATALOGUE, GIB
-from yuan_train.config.errors import CheckpointError, YuanError
+from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.device import CPU
+from yuan_train.parallel.environment import holding
 from yuan_train.parallel.groups import init_distributed, shutdown
 from yuan_train.train import agreement
 from yuan_train.train.job import Position, prepare
@@ -114,6 +117,58 @@ def test_a_checkpoint_directory_that_cannot_be_written(project: Path, tmp_path: 
     for code, said in (*run_both(project, tmp_path, first=words, second=words), (2, alone)):
         assert code == 2 and "checkpoint.directory: " in said and "file cannot be written: " in said, said
         assert "Traceback" not in said and "step 1/1" not in said
+
+
+HOLD = """
+import socket, sys
+from yuan_train.parallel.environment import holding
+socket.gethostname = lambda: sys.argv[2]
+with holding(sys.argv[1], ".in-use", "another run"):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def held_by_another(folder: Path, host: str) -> Iterator[None]:
+    """Inside, a process of a host has a directory, until it is killed."""
+    words = [sys.executable, "-c", HOLD, str(folder), host]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield
+        process.kill()
+
+
+def test_a_directory_of_another_run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs would remove each other's checkpoints; one that was killed is in nobody's way."""
+    monkeypatch.setitem(WAIT, "yuan_train.parallel.environment.ENDING_SECONDS", 0.2)
+    words = (f"log.directory={tmp_path / 'log'}", f"checkpoint.directory={tmp_path / 'ck'}")
+    with held_by_another(tmp_path / "ck", socket.gethostname()):
+        for code, said in run_both(project, tmp_path, first=words, second=words):
+            assert code == 2 and "ck is in use by another run: process " in said, said
+            assert f" of {socket.gethostname()}, since 20" in said and "Traceback" not in said
+    assert not (tmp_path / "log").exists()
+    for code, said in run_both(project, tmp_path, first=words, second=words):
+        assert code == 0, said
+
+
+def test_a_directory_of_a_lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network file system keeps its lock for a while; the agents of a supervised run know better."""
+    monkeypatch.setenv("YUAN_NEXT_PLAN", "next.yaml")
+    with held_by_another(tmp_path, "lost"):
+        with holding(tmp_path, ".in-use", "another run"):
+            assert f" of {socket.gethostname()}, since " in (tmp_path / ".in-use").read_text()
+        monkeypatch.delenv("YUAN_NEXT_PLAN")
+        with holding(tmp_path, ".in-use", "another run", within=0.0):
+            pass
+    with (
+        held_by_another(tmp_path, "lost"),
+        pytest.raises(
+            ConfigError, match=r"another run: process \d+ of lost, since .*; if it is gone with its"
+        ),
+        holding(tmp_path, ".in-use", "another run", within=0.2),
+    ):
+        pass
 
 
 def test_a_rank_without_its_card(project: Path, tmp_path: Path) -> None:

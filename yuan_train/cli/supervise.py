@@ -24,6 +24,7 @@ from yuan_train.config.load import dump, write_text
 from yuan_train.config.profile import read_profiles
 from yuan_train.config.rl import is_rl_run
 from yuan_train.machine.hosts import ssh_words
+from yuan_train.parallel.environment import holding
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -70,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = _nodes(cluster, arguments.nodes)
     if arguments.this_node is not None:
         return _be_agent(arguments, run_config, cluster, nodes)
-    return _start_all(arguments, nodes)
+    # The ranks would find it too, but the journal and the plans would be both runs' by then.
+    with holding(str(run_config.log.directory), ".supervised", "another supervise"):
+        return _start_all(arguments, nodes)
 
 
 def _nodes(cluster: Cluster, wanted: str | None) -> tuple[str, ...]:

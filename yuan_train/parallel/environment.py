@@ -11,12 +11,16 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
+from yuan_train.config.errors import ConfigError
 from yuan_train.config.errors import end_with_parent as end_with_parent
+from yuan_train.config.units import show_seconds
 
 THREADS = "OMP_NUM_THREADS"
 OWN_THREADS = "YUAN_THREADS"
@@ -224,3 +228,68 @@ def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket(family) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
+
+
+ENDING_SECONDS, LEASE_SECONDS = 10.0, 120.0
+"""How long a run waits for another one in its directory, whose processes may be about to end; and longer for
+one on another host, of whose loss a network file system learns late (NFS: after 90 s)."""
+POLL_SECONDS = 0.5
+SUPERVISED = "(supervised)"
+
+
+@contextmanager
+def holding(directory: str | Path, name: str, what: str, within: float = LEASE_SECONDS) -> Generator[None]:
+    """Inside, this process has a directory for itself, among those that hold it under a name.
+
+    Raises ConfigError if another one, which `what` is called in the message, has it for longer than it may
+    take to end, or than `within` seconds. Whatever ends a process, the system frees what it has locked. Where
+    a file cannot be written, or a file system has no locks, nobody is kept out.
+    """
+    path, file, waits_since = Path(directory).absolute() / name, None, time.monotonic()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while (file := _lock(path)) is None:
+            holder = path.read_text(encoding="utf-8").strip()
+            is_here, supervised = f" of {socket.gethostname()}," in holder, NEXT_PLAN in os.environ
+            if supervised and not is_here and holder.endswith(SUPERVISED):
+                # The agents have seen its node go, and go on without it.
+                path.unlink()
+                continue
+            waited, most = time.monotonic() - waits_since, within
+            if is_here and not supervised:
+                most = min(within, ENDING_SECONDS)
+            if waited > most:
+                raise ConfigError(
+                    f"{path.parent} is in use by {what}: {holder or 'not known by whom'}. Wait for its end, "
+                    f"stop it, or give another directory; if it is gone with its host, remove {path}"
+                )
+            if waited < POLL_SECONDS:
+                seconds = show_seconds(most)
+                print(f"{path.parent}: waiting up to {seconds} for {what}: {holder}", file=sys.stderr)
+            time.sleep(POLL_SECONDS)
+    try:
+        yield
+    finally:
+        if file is not None:
+            os.close(file)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file, write there who has it, and return it open; None if another process has it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        # Not `flock`, which processes that are forked from the holder would keep.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file).st_ino != path.stat().st_ino:
+            raise BlockingIOError
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        os.close(file)
+        return None
+    except OSError:
+        return file
+    words = [f"process {os.getpid()} of {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"]
+    words += [SUPERVISED] if NEXT_PLAN in os.environ else []
+    with suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{' '.join(words)}\n".encode(), 0)
+    return file

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -52,7 +52,7 @@ from yuan_train.rl.updates import (
     finish_weight_sync,
     load_reference,
 )
-from yuan_train.train.agreement import agree_on_job
+from yuan_train.train.agreement import agree_on_job, holding_directories
 from yuan_train.train.build import build, restore
 from yuan_train.train.ending import ending_together, explaining_memory
 from yuan_train.train.engine import Progress, StepRecord, StepRequest, StepResult, World, step_metrics
@@ -242,12 +242,13 @@ def train_rl(job: RLJob) -> None:
         place = policy.plan.ranks[policy.position.rank].device
         board = meet(policy.run.train.startup_timeout, place=place)
     keep_freed_memory(policy.device)
-    with ending_together(board, policy.device) as ending:
+    with ending_together(board, policy.device) as ending, ExitStack() as held:
         timeout = policy.run.train.timeout
         if apart is not None:
             enter_role(apart, device=policy.device, timeout_seconds=timeout)
         elif board is not None:
             enter_world(board, device=policy.device, timeout_seconds=timeout)
+        held.enter_context(holding_directories(policy))
         job = replace(job, policy=agree_on_job(policy))
 
         @contextmanager

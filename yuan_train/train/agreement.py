@@ -48,6 +48,7 @@ from yuan_train.config.run import HostCopies
 from yuan_train.config.units import show_bytes
 from yuan_train.models.transformer import choose_ops
 from yuan_train.parallel.device import CardFacts, CardMemory, Device, available_bytes
+from yuan_train.parallel.environment import LEASE_SECONDS, holding
 from yuan_train.parallel.grid import Grid
 from yuan_train.parallel.groups import gather_objects, share_object
 from yuan_train.train.job import Job, driver_version, machine_id, nccl_version, type_of
@@ -103,6 +104,21 @@ def agreeing() -> Iterator[None]:
     except YuanError as error:
         fault = error
     raise_together(fault)
+
+
+@contextlib.contextmanager
+def holding_directories(job: Job) -> Iterator[None]:
+    """Inside, no other run writes where this one does: rank 0 sees to it; collective over all ranks.
+
+    Raises ConfigError, on all ranks, if one does already.
+    """
+    wanted = (job.run.log.directory, job.run.checkpoint.directory) if job.position.rank == 0 else ()
+    within = min(LEASE_SECONDS, job.run.train.timeout / 2)
+    with contextlib.ExitStack() as held:
+        with agreeing():
+            for directory in sorted({os.path.realpath(path) for path in wanted if path is not None}):
+                held.enter_context(holding(directory, ".in-use", "another run", within))
+        yield
 
 
 def agree_on_job(job: Job) -> Job:

@@ -18,7 +18,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ from yuan_train.parallel.groups import (
     share_object,
     sum_over_world,
 )
-from yuan_train.train.agreement import agree_on_job, flatten
+from yuan_train.train.agreement import agree_on_job, flatten, holding_directories
 from yuan_train.train.build import build, build_engine
 from yuan_train.train.ending import StopRequest, ending_together, explaining_memory, stop_on_sigterm, watching
 from yuan_train.train.engine import (
@@ -96,7 +96,7 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
     board = None
     if job.position.world_size > 1:
         board = meet(job.run.train.startup_timeout, place=job.plan.ranks[job.position.rank].device)
-    with ending_together(board, job.device) as ending:
+    with ending_together(board, job.device) as ending, ExitStack() as held:
 
         @contextmanager
         def guarding(job: Job) -> Iterator[None]:
@@ -107,6 +107,7 @@ def train(job: Job, build: BuildEngine = build_engine) -> None:
             keep_freed_memory(job.device)
             if board is not None:
                 enter_world(board, device=job.device, timeout_seconds=job.run.train.timeout)
+            held.enter_context(holding_directories(job))
             job, engine, progress = build(agree_on_job(job))
             run_loop(job, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
 
