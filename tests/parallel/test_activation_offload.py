@@ -17,6 +17,7 @@ from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.evaluate.simulator import program_shape
 from yuan_train.planner.evaluate.stage_cost import leaving_activations
 from yuan_train.train import build
+from yuan_train.train.job import Position, prepare
 
 OVERRIDES = ("train.steps=2", "data.sequence_length=48", "validation.every=2", "optimizer.bucket_size=1")
 STAYS = {"activation_offload": 0, "resident_parts": None, "fetch_ahead": None}
@@ -124,6 +125,14 @@ def test_a_plan_that_cannot_offload_is_refused(run_file: Path, fault: str) -> No
     faulty = with_stages(plan, replace(first, **FAULTS[fault]), last)
     (violation,) = validate_plan(faulty)
     assert fault in violation.message and violation.path[:4] == ("pipelines", 0, "stages", 0)
+
+
+def test_too_few_resident_parts_are_found_by_every_rank(run_file: Path) -> None:
+    """Before they meet: also by the ranks of other stages."""
+    run = run_config(run_file)
+    plan = parse_plan(run, "1x8: 3@0 | 3@1", activation_offload=[2, 0], resident_parts=[1, None])
+    with pytest.raises(PlanError, match=r"pipelines\[0\]: stage 0: resident_parts: 1 .*: 3 or more"):
+        prepare(run, plan, Position(1, 2, 1, 2))
 
 
 def test_compiled_layers_have_no_halves(run_file: Path) -> None:

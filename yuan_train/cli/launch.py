@@ -35,6 +35,7 @@ from yuan_train.config.rl import is_rl_run, load_rl, policy_run
 from yuan_train.config.rl_plan import RlPlan, check_rl_plan_of_run, load_rl_plan, names_rl_plan
 from yuan_train.config.run import TrainConfig, load_run
 from yuan_train.parallel.environment import free_port, is_host_name, is_job_here, unknown_host
+from yuan_train.parallel.grid import Grid
 from yuan_train.supervise.launched import NodeFaults, start_ranks, telling_other_nodes
 
 logger = logging.getLogger(__name__)
@@ -193,6 +194,7 @@ def _read_plan(
     config = load_run(arguments.config, tuple(overrides))
     check_plan_of_run(plan, config)
     check_engine(plan, config)
+    Grid(plan).check_resident_parts()
     # megatron-core numbers the ranks in its own order, and its rank 0 logs.
     speaker = express(plan).rank_of.index(0) if config.engine == "megatron" else 0
     return plan, "train", speaker, config.train

@@ -183,7 +183,7 @@ def parallelize(
         groups=groups,
         bridge=bridge,
         offloads=offloads,
-        copies=_copies_of(program, offloads, coord.pipeline) if offloads else None,
+        copies=_copies_of(program, offloads) if offloads else None,
         pages=pages,
     )
 
@@ -315,29 +315,19 @@ def make_bridge(
 
 def pipeline_schedule(plan: Plan, pipeline: int) -> Schedule:
     """The schedule of one pipeline. Raises PlanError, listing every fault, if it cannot run."""
-    workers = Grid(plan).workers(pipeline)
-    part = plan.pipelines[pipeline]
-    schedule = make_schedule(
-        plan.schedule,
-        workers=workers,
-        num_micro_batches=part.num_micro_batches,
-        in_flight=part.depths(plan.schedule),
-        group=part.page_group,
-    )
+    shape = Grid(plan).shape(pipeline)
+    schedule = make_schedule(**shape._asdict())
     try:
-        check_schedule(schedule, workers)
+        check_schedule(schedule, shape.workers)
     except ValueError as error:
         fault = f"pipelines[{pipeline}]: schedule {plan.schedule} cannot run: {error}"
         raise PlanError(f"{fault}; plan again, or with another schedule") from error
     return schedule
 
 
-def _copies_of(program: RankProgram, offloads: Offloads, pipeline: int) -> RankProgram:
-    """A rank program in parts, with copies. Raises PlanError if too few parts may be resident."""
-    try:
-        copies = with_copies(program, offloads)
-    except ValueError as error:
-        raise PlanError(f"pipelines[{pipeline}]: {error}") from error
+def _copies_of(program: RankProgram, offloads: Offloads) -> RankProgram:
+    """A rank program in parts, with copies."""
+    copies = with_copies(program, offloads)
     check_copies(copies, offloads)
     return copies
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from yuan_train.config.devices import REAL, Simulated
+from yuan_train.config.errors import PlanError
 from yuan_train.config.model import HALVES, half_of
 from yuan_train.config.plan import (
     PipelinePlan,
@@ -20,7 +21,9 @@ from yuan_train.config.plan import (
     whole_layers,
 )
 from yuan_train.config.run import BUCKET_SIZE
+from yuan_train.schedule.copies import TooFewResident, copied_programs
 from yuan_train.schedule.flow import group_units, is_halved
+from yuan_train.schedule.schedules import ProgramShape
 from yuan_train.schedule.step import Workers, worker_of
 
 Replica = tuple[int, ...]
@@ -141,6 +144,22 @@ class Grid:
     def workers(self, pipeline: int) -> Workers:
         """The workers' numbers of each stage of a pipeline."""
         return self.plan.pipelines[pipeline].workers
+
+    def shape(self, pipeline: int) -> ProgramShape:
+        """What makes the programs of a pipeline."""
+        plan, part = self.plan, self.plan.pipelines[pipeline]
+        depths = part.depths(plan.schedule)
+        return ProgramShape(plan.schedule, part.workers, part.num_micro_batches, depths, part.page_group)
+
+    def check_resident_parts(self) -> None:
+        """Raise PlanError where the schedule holds more halves of layers whose activations leave on a card
+        than the plan lets stay there."""
+        for p, part in enumerate(self.plan.pipelines):
+            if any(stage.activation_offload for stage in part.stages):
+                try:
+                    copied_programs(self.shape(p), part.stages)
+                except TooFewResident as error:
+                    raise PlanError(f"pipelines[{p}]: {error}") from error
 
     def pipeline(self, coord: RankCoord) -> PipelinePlan:
         """The pipeline of a rank."""

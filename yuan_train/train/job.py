@@ -35,6 +35,7 @@ from yuan_train.data.prompts import read_pairs
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.models import transformer
 from yuan_train.parallel.device import CPU, CardFacts, Device, cuda_of_driver, visible_cards
+from yuan_train.parallel.grid import Grid
 from yuan_train.train.metrics import check_trackers
 
 
@@ -123,6 +124,7 @@ def check_position(run: RunConfig, plan: Plan, position: Position) -> tuple[Devi
     check_compile(plan, run)
     check_engine(plan, run)
     check_tiers(plan, run)
+    Grid(plan).check_resident_parts()
     if plan.world_size != position.world_size:
         raise PlanError(
             f"the plan has {plan.world_size} ranks, but {position.world_size} "
