@@ -131,7 +131,7 @@ def test_every_kind_of_run_has_a_page_without_scripts(log: Path, tmp_path: Path)
         (None, "has no metrics.jsonl; wanted the log directory of a run"),
         ("", "no finished step yet"),
         ("{torn", "no finished step yet"),
-        ('{"step": 1, "loss": null, "step_seconds": 1.0}\n', "no finished step yet"),
+        ('{"step": 1, "loss": "none", "step_seconds": 1.0}\n', "no finished step yet"),
     ],
 )
 def test_no_finished_step(tmp_path: Path, text: str | None, words: str, refuse: Refuse) -> None:

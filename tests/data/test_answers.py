@@ -10,7 +10,7 @@ import pytest
 from tests.support.hf_decoders import write_tokenizer
 from tests.support.project import write_lines
 from yuan_train.config.errors import DataError
-from yuan_train.data.indexed import DocumentFormat, IndexedDataset, preprocess
+from yuan_train.data.indexed import DocumentFormat, IndexedDataset, IndexedWriter, preprocess
 from yuan_train.data.loader import IGNORED, SampleSpec, open_corpora
 from yuan_train.data.prompts import Prompt, read_pairs, read_prompts
 from yuan_train.data.tokenizer import Tokenizer, encode_chat
@@ -98,6 +98,11 @@ def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
     preprocess([texts], folder, tmp_path / "texts")
     spec = SampleSpec(sequence_length=8, seed=1, vocab_size=260, loss_on_answers=True)
     with pytest.raises(DataError, match=r"texts.answers.idx: missing.*--messages-key"):
+        open_corpora([(str(tmp_path / "texts"), 1.0)], spec)
+    with IndexedWriter(tmp_path / "texts.answers", dtype=np.dtype(np.uint8)) as marks:
+        length = int(IndexedDataset(tmp_path / "texts").sequence_lengths()[0])
+        marks.add_many(np.zeros(length, dtype=np.uint8), [length])
+    with pytest.raises(DataError, match="texts.answers: marks no token as part of an answer"):
         open_corpora([(str(tmp_path / "texts"), 1.0)], spec)
     for bad, message in (
         ({"messages": "hi"}, "bad.jsonl:1: not a list of messages"),

@@ -1,8 +1,11 @@
-"""fp16 with a loss scale under several plans against one process: curve, scales, skipped steps, resume."""
+"""fp16 with a loss scale under several plans against one process: curve, scales, skipped steps, resume.
+
+And steps that are skipped because nothing of their batch is trained."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.project import make_project, parse_plan, read_metrics, run_config
@@ -11,6 +14,8 @@ from yuan_train.checkpoint.load import MANIFEST, STATE, step_name
 from yuan_train.config.errors import TrainingError
 from yuan_train.config.plan import Plan
 from yuan_train.config.run import LossScaleConfig
+from yuan_train.data.indexed import IndexedDataset, IndexedWriter
+from yuan_train.report.run_log import read_run
 from yuan_train.train.engine import LossScaler
 
 PLANS: dict[str, dict] = {
@@ -196,3 +201,37 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run(run_file: Path, tmp_path
         TrainingError, match=r"step 2: .* the first gradient that is not finite came from rank 0"
     ):
         run_alone(Case(run_file, tmp_path / "end", None, given))
+
+
+def test_a_batch_without_a_trained_token_leaves_the_weights(run_file: Path, tmp_path: Path) -> None:
+    """Momentum and decay alone would move them. So it is under a plan, and resumed."""
+    corpus = IndexedDataset(run_file.with_name("corpus"))
+    with (
+        IndexedWriter(tmp_path / "chats", dtype=corpus.dtype) as texts,
+        IndexedWriter(tmp_path / "chats.answers", dtype=np.dtype(np.uint8)) as marks,
+    ):
+        for number, length in enumerate(map(int, corpus.sequence_lengths())):
+            texts.add_many(corpus.document(number), [length])
+            marks.add_many(np.full(length, number % 6 == 0, dtype=np.uint8), [length])
+    data = ("data.loss_on_answers=true", f"data.train=[{{prefix: {tmp_path / 'chats'}}}]", "data.split=null")
+    given = (*data, "train.global_batch_size=2", "validation.every=0", "optimizer.decay_steps=20")
+
+    def case(name: str, steps: int, plan: Plan | None = None) -> Case:
+        words = (*given, f"train.steps={steps}", f"checkpoint.directory={tmp_path / name} ck")
+        return Case(run_file, tmp_path / name, plan, words)
+
+    losses = column(run_alone(case("whole", 12)), "loss")
+    assert losses[:2] == [None, None] and 3 < losses.count(None) < 10
+    run_alone(case("resumed", 7))
+    assert column(run_alone(case("resumed", 12)), "loss") == losses
+    assert same_saved(tmp_path / "resumed ck", tmp_path / "whole ck")
+    # The first two batches train nothing.
+    run_alone(case("one", 1))
+    run_alone(case("two", 2))
+    assert same_saved(tmp_path / "one ck", tmp_path / "two ck")
+    planned = case("planned", 12, parse_plan(run_config(run_file, *given), "1x2: 2@0 | 4@1"))
+    run_cases([planned])
+    found = column(read_metrics(planned.folder), "loss")
+    assert [loss is None for loss in found] == [loss is None for loss in losses]
+    assert [loss for loss in found if loss] == pytest.approx([loss for loss in losses if loss], rel=1e-5)
+    assert read_run(planned.folder).steps.last["step"] == 12

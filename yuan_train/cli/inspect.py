@@ -118,7 +118,7 @@ def inspect_log(path: Path) -> Facts:
         "trains": run.kind,
         "steps": run.num_steps,
         "steps_done": run.steps.last["step"],
-        "loss": run.steps.last["loss"],
+        "loss": run.steps.last.get("loss"),
         "step_seconds": run.step_seconds,
         "forecast_step_seconds": run.forecast_seconds,
         "more": f"yuan-train show {path}",

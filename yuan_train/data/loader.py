@@ -636,6 +636,10 @@ def open_corpora(
     return blend
 
 
+MARKS = 1 << 20
+"""Read at a time to find one that is set."""
+
+
 def open_answers(dataset: IndexedDataset) -> IndexedDataset:
     """Which tokens of a corpus are part of an answer: 1 or 0 for each, in files beside it.
 
@@ -650,6 +654,9 @@ def open_answers(dataset: IndexedDataset) -> IndexedDataset:
     answers = IndexedDataset(prefix)
     if not np.array_equal(answers.sequence_lengths(), dataset.sequence_lengths()):
         raise DataError(f"{prefix}: belongs to another corpus than {dataset.prefix}; preprocess again")
+    pieces = range(0, answers.num_tokens, MARKS)
+    if not any(answers.tokens(first, min(first + MARKS, answers.num_tokens)).any() for first in pieces):
+        raise DataError(f"{prefix}: marks no token as part of an answer; wanted chats that have answers")
     return answers
 
 

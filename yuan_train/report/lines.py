@@ -138,7 +138,12 @@ def _steps_in(lines: Sequence[bytes]) -> list[Line]:
     except (ValueError, TypeError, KeyError, IndexError):
         pass
     known = [line for line in map(parse_line, lines) if line is not None]
-    return [line for line in known if is_timed(line) and is_number(line.get("loss"))]
+    return [line for line in known if is_timed(line) and _is_loss(line.get("loss", ""))]
+
+
+def _is_loss(value: object) -> bool:
+    """Whether it is one, or None: no token of the step had a loss."""
+    return value is None or is_number(value)
 
 
 def _are_all_numbers(values: Sequence[Any]) -> bool:

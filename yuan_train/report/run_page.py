@@ -121,7 +121,7 @@ def _summary(run: RunLog) -> list[tuple[str, str]]:
     if last.get("tokens"):
         found.append(("tokens", f"{last['tokens']:,} trained"))
     if last.get("skipped_steps"):
-        found.append(("skipped", f"{last['skipped_steps']} steps, whose gradients were not finite"))
+        found.append(("skipped", f"{last['skipped_steps']} steps, which left the weights as they were"))
     if answers := _first_and_last(run.samples):
         found.append(("prompt", _quoted(answers[0][0].get("prompt"))))
         for name, line in zip(("first answer", "last answer"), answers[0], strict=True):
@@ -144,8 +144,8 @@ def _reached(run: RunLog) -> Iterator[tuple[str, str]]:
         yield "reward", _change(run.curve("reward"))
         if points := run.curve("evaluation", "pass_1").points:
             yield "pass@1", " -> ".join(f"{y:.2f}" for _, y in _some(points))
-    else:
-        yield "loss", _change(run.curve("loss"))
+    elif (losses := run.curve("loss")).first is not None:
+        yield "loss", _change(losses)
     for name, words in (("validation_loss", "validation"), ("accuracy", "accuracy"), ("margin", "margin")):
         curve = run.curve(name)
         if curve.first is not None:

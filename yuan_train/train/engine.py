@@ -89,7 +89,7 @@ class Progress:
     sequences: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Steps that were skipped because their gradients overflowed."""
+    """Steps that left the weights as they were."""
     scaler: LossScaler | None = None
     """None if the loss is not scaled."""
 
@@ -116,17 +116,17 @@ class Progress:
         """The content of a checkpoint's state.json: plain JSON values."""
         return {"version": 1, **asdict(self), "run": as_plain(run)}
 
-    def advance(self, run: RunConfig, *, skipped: bool = False, tokens: int | None = None) -> Progress:
-        """The progress after one more step; `tokens` were read in it (None: whole sequences)."""
-        batch, config = run.train.global_batch_size, run.train.scaling
+    def advance(self, run: RunConfig, result: StepResult) -> Progress:
+        """The progress after one more step."""
+        batch, config, tokens = run.train.global_batch_size, run.train.scaling, result.tokens
         if tokens is None:
             tokens = batch * run.data.sequence_length
-        scaler = self.scaler.after(config, skipped=skipped) if self.scaler and config else None
+        scaler = self.scaler.after(config, skipped=result.skipped) if self.scaler and config else None
         return Progress(
             step=self.step + 1,
             sequences=self.sequences + batch,
             tokens=self.tokens + tokens,
-            skipped=self.skipped + skipped,
+            skipped=self.skipped + (result.skipped or result.is_empty),
             scaler=scaler,
         )
 
@@ -167,6 +167,8 @@ class StepResult:
     """Some rank requested a stop."""
     skipped: bool = False
     """The gradients overflowed on some rank, so no rank stepped its weights."""
+    is_empty: bool = False
+    """No token of the batch had a loss, so no rank stepped its weights: momentum and decay alone would."""
     preference: tuple[float, float] | None = None
     """Of pairs: the share in which the chosen answer is ahead, and by how much on average."""
     tokens: int | None = None
@@ -321,13 +323,15 @@ def end_step(engine: Stepping, request: StepRequest, terms: RankTerms) -> StepRe
     summed = torch.cat(totals)
     sum_over_world(world.groups, world.coord, summed, "the all-reduce of loss and gradient norm")
     square, loss, stops, *rest = summed.tolist()
-    preference = None
+    preference, trained = None, None
     if terms.measures is not None:
         pairs = samples.known_terms(size)
         preference = (rest[0] / pairs, rest[1] / pairs)
     elif rest:
-        feed.batch_tokens.pop((samples, request.first_sample), None)
+        trained = feed.batch_tokens.pop((samples, request.first_sample), None)
         feed.batch_tokens[samples, next_sample] = round(rest[0])
+    if trained == 0:
+        return StepResult(math.nan, 0.0, stop=stops > 0, is_empty=True)
     grad_norm = math.sqrt(square) / terms.scale if square >= 0 else math.nan
     skipped = request.may_skip and math.isfinite(loss) and not math.isfinite(grad_norm)
     if not skipped:

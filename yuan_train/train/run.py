@@ -290,7 +290,7 @@ def _run_steps(
         with tracer.step(progress.step + 1, job.device, clock):
             request = _request(job, progress, stop=asked.heard() or asked.moves or saver.failed())
             result = _step(job, engine, request, progress.step + 1, saver)
-            progress = progress.advance(run, skipped=result.skipped, tokens=result.tokens)
+            progress = progress.advance(run, result)
             measured = measure_step(job, engine, progress.step, clock)
         with clock.paused():
             measured = replace(measured, links=_measure_links(job, engine, progress.step, links), moved=moved)
@@ -299,6 +299,8 @@ def _run_steps(
             _check_bits(job, engine, progress.step, saver)
         if log is not None:
             log.write(engine.describe(job, StepRecord(progress, request, result, measured, evaluation)))
+            if result.is_empty:
+                log.say(f"note: no token of step {progress.step} has a loss: weights stay as they were")
         if keeper is not None and progress.step % run.checkpoint.in_memory == 0:
             with clock.paused():
                 keeper.keep(job, engine, progress)

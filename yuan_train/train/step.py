@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -328,14 +329,14 @@ def validation_loss(trainer: Trainer, samples: Samples, *, num_batches: int) -> 
     """
     runtime = trainer.runtime
     batch_size = runtime.grid.plan.global_batch_size
-    total = torch.zeros((), dtype=torch.float64, device=trainer.device.torch)
+    total, num_counted = torch.zeros((), dtype=torch.float64, device=trainer.device.torch), 0
     for batch in range(num_batches):
         then = (batch + 1) * batch_size if batch + 1 < num_batches else None
-        forward_pass(trainer, samples, first_sample=batch * batch_size, then=then)
+        num_counted += forward_pass(trainer, samples, first_sample=batch * batch_size, then=then) > 0
         total += trainer.loss
     total = trainer.device.to_host(total)
     sum_over_world(runtime.groups, runtime.coord, total, "the all-reduce of the validation loss")
-    return total.item() / num_batches
+    return total.item() / num_counted if num_counted else math.nan
 
 
 def score_all_rows(trainer: Trainer, pairs: Samples, *, num_pairs: int) -> torch.Tensor:
@@ -368,17 +369,21 @@ def recording(trainer: Trainer, recorder: Objective) -> Iterator[None]:
         runner.objective = kept[stage]
 
 
-def forward_pass(trainer: Trainer, samples: Samples, *, first_sample: int, then: int | None) -> None:
-    """Forward a global batch without a step; see `begin_pass`. Collective over all ranks."""
-    begin_pass(trainer, samples, first_sample=first_sample, then=then)
+def forward_pass(trainer: Trainer, samples: Samples, *, first_sample: int, then: int | None) -> int:
+    """Forward a global batch without a step; as `begin_pass`. Collective over all ranks."""
+    terms = begin_pass(trainer, samples, first_sample=first_sample, then=then)
     with as_training_error(trainer.runtime.coord):
         trainer.executor.run(trainer.runtime.evaluation_program)
+    return terms
 
 
 def begin_pass(
     trainer: Trainer, samples: Samples, *, first_sample: int, then: int | None, scale: float = 1.0
-) -> None:
-    """Point the stage runners at their pipeline's share of the batch; that of batch `then` is read ahead."""
+) -> int:
+    """Point the stage runners at their pipeline's share of the batch; that of batch `then` is read ahead.
+
+    Returns the number of terms that the batch's loss is a mean of.
+    """
     runtime = trainer.runtime
     trainer.feed.begin(samples, first_sample, then=then)
     terms = num_terms(trainer.feed, runtime, samples, first_sample)
@@ -391,6 +396,7 @@ def begin_pass(
             num_sequences=runtime.grid.plan.global_batch_size,
             scale=scale,
         )
+    return terms
 
 
 def disk_note(plan: Plan, runtime: RankRuntime) -> str | None:
