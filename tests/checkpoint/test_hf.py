@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.hf_decoders import save_model
+from tests.support.models import tiny_model
 from tests.support.project import MODEL
 from tests.support.yuan_hf import GOLDEN, copy_of, read_published, same_bits
 from yuan_train.checkpoint.hf import export_hf, import_hf, weights_state
@@ -21,7 +22,7 @@ from yuan_train.checkpoint.save import save_checkpoint, save_streamed, split_int
 from yuan_train.config.load import Document, build
 from yuan_train.config.model import ModelConfig, load_model
 from yuan_train.models.architectures.yuan import published_config, published_layout
-from yuan_train.models.decoder import Publishing
+from yuan_train.models.decoder import Publishing, format_of
 from yuan_train.models.transformer import Transformer, init_weights
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,17 @@ def test_a_trained_model_is_exported_in_the_precision_of_its_run(tmp_path: Path)
     assert torch.equal(up, model.state_dict()["layers.0.feed_forward.up.weight"][: up.shape[0]])
 
 
+@pytest.mark.parametrize(("name", "words"), [("yuan", ""), ("qwen3", "no word for reset_position_ids, r")])
+def test_what_the_format_has_no_word_for_is_told(tmp_path: Path, name: str, words: str) -> None:
+    model = Transformer(tiny_model(name))
+    init_weights(model, seed=1)
+    tensors = {f"weights.{name}": weight.detach() for name, weight in model.named_parameters()}
+    state = weights_state(model.config, {"reset_attention": True})
+    save_checkpoint(tmp_path / "a", step=0, tensors=tensors, state=state)
+    notes = export_hf(find_checkpoint(tmp_path / "a"), tmp_path / "hf").notes
+    assert words in "".join(notes) and len(notes) == bool(words)
+
+
 def test_python_files_in_the_folder_are_not_run(tmp_path: Path) -> None:
     folder = copy_of(tmp_path / "hf", config={"auto_map": {"AutoConfig": "evil.Config"}})
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -120,6 +132,23 @@ def test_python_files_in_the_folder_are_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     assert not (export / "evil.py").exists()
     assert "evil" not in (export / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("yuan", {"rotary_dim": 8}),
+        ("yuan", {"rotary_form": "bf16_frequencies"}),
+        ("yuan-m32", {"rotary_dim": 0}),
+        ("yuan-m32", {"rotary_form": "bf16"}),
+    ],
+)
+def test_an_exported_config_is_read_as_the_same_model(name: str, changes: dict[str, Any]) -> None:
+    model = tiny_model(name, **changes)
+    published = format_of(model.architecture)
+    config = published.published_config(model, Publishing(dtype="float32"))
+    again = published.model_from_config(config, name=model.name, where="config.json")
+    assert (again.rotary_size, again.rotary_form) == (model.rotary_size, model.rotary_form)
 
 
 def test_every_key_that_the_published_class_reads_is_written(tmp_path: Path) -> None:

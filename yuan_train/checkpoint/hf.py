@@ -406,6 +406,8 @@ class Exported:
     tensors: int
     dtype: str
     files: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """What of the model the format has no word for."""
 
 
 def export_hf(
@@ -456,7 +458,15 @@ def export_hf(
         _write_code(temporary, published, tokenizer or own)
     files = tuple(sorted(path.name for path in out.iterdir()))
     parameters = replace(checkpoint.model, lora=None).parameters
-    return Exported(str(out), parameters, len(tensors), common, files)
+    lost = [key for key, told in published.resets_of(config).items() if checkpoint.resets[key] and not told]
+    notes = (_RESETS_LOST.format(format=config["model_type"], keys=", ".join(lost)),) if lost else ()
+    return Exported(str(out), parameters, len(tensors), common, files, notes)
+
+
+_RESETS_LOST = (
+    "the {format} format has no word for {keys}: transformers resets nothing at the end of a document, as "
+    "training did; give the model one document at a time"
+)
 
 
 def check_is_free(out: Path) -> None:

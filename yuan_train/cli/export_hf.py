@@ -56,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
             token_ids=token_ids,
             shard_bytes=round(arguments.shard_size * 1e9),
         )
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
     address = push_model(Path(arguments.out), arguments.push) if arguments.push else None
     if arguments.json:
         print(json.dumps(asdict(done) | ({"address": address} if address else {})))

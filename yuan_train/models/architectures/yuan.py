@@ -256,10 +256,10 @@ _SIZES = {
 
 
 def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The experts of a published config, and the rotary width, which M32 has; empty for a dense model."""
+    """The experts of a published config, and what is rotated of a head; of a dense model that is all."""
     moe = config.get("moe_config")
     if not isinstance(moe, Mapping):
-        return {}
+        return {key: config[key] for key in ("rotary_dim", "rotary_form") if config.get(key)}
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     rotated = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 0
     return {
@@ -405,8 +405,9 @@ def _published_experts(model: ModelConfig) -> dict[str, Any]:
             "norm_topk_prob": True,
             "gated_linear_unit": True,
         }
-    if model.rotary_dim:
-        found["rotary_dim"] = model.rotary_dim
+    if model.num_experts or model.rotary_dim:
+        # Without it a model with experts rotates hidden_size / num_attention_heads, as M32 does.
+        found["rotary_dim"] = model.rotary_size
     if model.rotary_form != "exact":
         found["rotary_form"] = model.rotary_form
     return found
