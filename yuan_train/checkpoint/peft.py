@@ -45,6 +45,14 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "fan_in_fan_out": (None, False),
     "lora_bias": (None, False),
     "trainable_token_indices": (None,),
+    # Others (pissa, olora, corda, loftq, lora_ga) take what they begin with out of the base's weights.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "kasa_config": (None,),
+    # Adapters that only some tokens or parts of a matrix have, or that are mixed anew for each token.
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "monteclora_config": (None,),
 }
 """Keys of PEFT's config, and the values that mean nothing beside plain adapters."""
 
