@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.commands import Refuse, command
+from tests.support.commands import Ask, Refuse, command
 from tests.support.hf_decoders import write_llama
 from yuan_train.checkpoint.load import find_checkpoint
 
@@ -108,6 +108,8 @@ def test_peft_loads_what_is_written(base: Path, tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3'; wanted LORA"),
         ({"use_dora": True}, "use_dora: True is not read; wanted plain LoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4' is not read"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens: \[1\] is not read"),
         ({"r": 0}, "r 0 and lora_alpha 4; wanted numbers above 0"),
         ({"r": 3}, r"have shapes \[2, 64\] and \[64, 2\]; wanted \[3, 64\]"),
     ],
@@ -123,6 +125,24 @@ def test_other_adapters_are_refused(
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     words = ("import-hf", tmp_path, "--base", base.parent / "base", "--out", tmp_path / "ours")
     assert re.search(message.replace("64", str(width)), refuse(*words))
+
+
+def test_inspect_tells_models_from_adapters_and_tokenizers(base: Path, tmp_path: Path, ask: Ask) -> None:
+    adapters_of_peft(base, tmp_path / "adapters")
+    found = ask("inspect", base)
+    assert (found["kind"], found["architecture"], found["tokenizer"]) == (
+        "hugging_face",
+        "llama",
+        "tokenizer.json",
+    )
+    assert found["tokenizer"] == "tokenizer.json"
+    assert found["parameters"] * 2 == found["bytes"] and found["dtypes"] == ["bfloat16"]
+    found = ask("inspect", tmp_path / "adapters")
+    assert (found["kind"], found["r"], found["tensors"]) == ("adapters", 3, 2 * 2 * len(TARGETS))
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/config.json").write_bytes((base / "config.json").read_bytes())
+    (tmp_path / "torn/model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-1])
+    assert command("inspect", tmp_path / "torn") == 2
 
 
 def test_adapters_want_their_base(base: Path, tmp_path: Path, refuse: Refuse) -> None:

@@ -1,5 +1,6 @@
 """Shows what PATH holds: a model, run, cluster, plan or profile file; token files (their prefix, or the
-.idx); a checkpoint's directory, or a run's log directory. Exits with 2 and the reasons if incomplete."""
+.idx); a checkpoint's directory, a run's log directory, a model or adapters in Hugging Face's format. Exits
+with 2 and the reasons if incomplete."""
 
 from __future__ import annotations
 
@@ -62,6 +63,11 @@ def kind_of(path: Path) -> str:
     if path.is_dir():
         if is_log_directory(path) and not any(path.glob("step-*")):
             return "log"
+        if (path / "adapter_config.json").is_file():
+            return "adapters"
+        weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
+        if (path / "config.json").is_file() and any(any(path.glob(name)) for name in weights):
+            return "hugging_face"
         names = ("tokenizer.model", "tokenizer.json")
         return "tokenizer" if any((path / name).exists() for name in names) else "checkpoint"
     if path.suffix in (".idx", ".bin") or any(Path(f"{path}{end}").exists() for end in (".idx", ".bin")):
@@ -290,6 +296,34 @@ def inspect_checkpoint(path: Path) -> Facts:
     return describe(path)
 
 
+def inspect_published(path: Path) -> Facts:
+    """A model in Hugging Face's format: its weights, which must be those of its config, and its tokenizer."""
+    from yuan_train.checkpoint.hf import find_tokenizer_file, open_model
+
+    tensors = open_model(path, load_model(path)).values()
+    tokenizer = find_tokenizer_file(path)
+    return inspect_model(path) | {
+        "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}),
+        "bytes": sum(tensor.num_bytes for tensor in tensors),
+        "tokenizer": tokenizer and tokenizer.name,
+        "more": f"yuan-train import-hf {path} --out CKPT",
+    }
+
+
+def inspect_adapters(path: Path) -> Facts:
+    """Adapters in PEFT's format."""
+    from yuan_train.checkpoint.hf import open_safetensors, read_json_object
+    from yuan_train.checkpoint.peft import CONFIG, WEIGHTS_FILE
+
+    config, tensors = read_json_object(path / CONFIG), open_safetensors(path / WEIGHTS_FILE).values()
+    return {
+        **{key: config.get(key) for key in ("peft_type", "r", "lora_alpha", "target_modules")},
+        "tensors": len(tensors),
+        "bytes": sum(tensor.num_bytes for tensor in tensors),
+        "more": f"yuan-train import-hf {path} --base CKPT --out CKPT",
+    }
+
+
 INSPECT: dict[str, Callable[[Path], Facts]] = {
     "model": inspect_model,
     "run": inspect_run,
@@ -300,6 +334,8 @@ INSPECT: dict[str, Callable[[Path], Facts]] = {
     "tokens": inspect_tokens,
     "tokenizer": inspect_tokenizer,
     "log": inspect_log,
+    "hugging_face": inspect_published,
+    "adapters": inspect_adapters,
     "checkpoint": inspect_checkpoint,
 }
 
