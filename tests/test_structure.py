@@ -30,8 +30,8 @@ MORE_PARAMETERS = {
 ROOMS = {
     "checkpoint": (7, 2984),  # which one a run begins with, which train asked
     "cli": (29, 7346),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
-    "config": (14, 6388),  # experts that a rank holds, asked of a plan
-    "data": (7, 3049),
+    "config": (14, 6395),  # experts that a rank holds, asked of a plan
+    "data": (7, 3076),  # what is no text is named; bytes of pieces
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),
@@ -42,9 +42,9 @@ ROOMS = {
     "planner": (35, 11864),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1731),  # cards with their state, plans over time, logs that grow
-    "rl": (15, 7144),  # environments of what servers draw: a request a turn
+    "rl": (15, 7148),  # environments of what servers draw: a request a turn
     "schedule": (7, 2095),  # what makes programs is a value; programs with copies, which the planner had
-    "serve": (5, 1747),  # what is reset at document ends goes with the weights
+    "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 1955),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (13, 6432),  # it is noted how long a rank stood still
 }

@@ -56,6 +56,26 @@ def test_keep_counts_complete_checkpoints_and_keeps_the_newest(tmp_path: Path) -
     assert not list(tmp_path.glob(".step-*"))
 
 
+def test_half_of_an_old_checkpoint_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed while it removes one: the next save removes the rest."""
+    for step in (1, 2):
+        save(tmp_path, step)
+
+    class Killed(BaseException):
+        pass
+
+    def remove_half(path: Path, **_: Any) -> None:
+        for file in path.glob("*.distcp"):
+            file.unlink()
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(saving.shutil, "rmtree", remove_half)
+        save(tmp_path, 3, keep=2)
+    save(tmp_path, 4, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, step_name(3), step_name(4)]
+
+
 @pytest.mark.parametrize("change", ["removed", "shortened"])
 def test_a_file_that_a_writer_says_is_there_is_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str

@@ -11,6 +11,7 @@ import shutil
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -192,15 +193,15 @@ def _remove_old(directory: Path, keep: int, *, newest: Path, best: int | None) -
 
     `newest` was just written, and always stays, as does that of step `best`.
     """
-    for leftover in (*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")):
-        shutil.rmtree(leftover, ignore_errors=True)
-    if not keep:
-        return
     others = (directory / step_name(step) for step in steps_in(directory))
     complete = [path for path in others if path != newest and not any(faults_of(path))]
-    for path in complete[keep - 1 :]:
+    for path in complete[keep - 1 :] if keep else ():
         if best is None or path.name != step_name(best):
-            shutil.rmtree(path, ignore_errors=True)
+            # Else half of one would stay for ever where the process is killed meanwhile.
+            with suppress(OSError):
+                path.rename(path.with_name(f".{path.name}.old"))
+    for leftover in (*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _on_rank_zero(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:
