@@ -90,7 +90,9 @@ def test_every_fault_at_once() -> None:
     [
         ("algorithm.groop=3", "unknown key 'groop'; did you mean 'group'?"),
         ("train.global_batch_size=4", "unknown key 'global_batch_size'"),
-        ("generation.temperature=0", "greater than 0"),
+        ("generation.temperature=0", "greater than or equal to 0.001"),
+        ("evaluation.temperature=1e-9", "evaluation.temperature: 1e-09; wanted 0 (the most probable"),
+        ("algorithm.epochs=1000000000000000000000", "algorithm.epochs"),
         ("algorithm.name=gppo", "algorithm.name"),
         ("algorithm.advantage=gae", "gae needs the critic of name: ppo; grpo has none"),
         ("critic={lam: 0.9}", "critic: advantage group has none; leave it out, or set algorithm.name: ppo"),

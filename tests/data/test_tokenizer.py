@@ -78,6 +78,11 @@ def test_ids_beyond_the_vocabulary_are_refused(trained: Tokenizer) -> None:
         trained.decode([5, 700])
 
 
+def test_half_a_surrogate_pair_is_no_text(trained: Tokenizer) -> None:
+    with pytest.raises(DataError, match="half a surrogate pair"):
+        trained.encode("said \ud800")
+
+
 def test_training_is_repeatable_and_leaves_one_file(tmp_path: Path) -> None:
     train_tokenizer([SOURCE], 400, tmp_path / "a")
     train_tokenizer([SOURCE], 400, tmp_path / "b" / "deep")

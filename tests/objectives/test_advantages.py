@@ -87,4 +87,7 @@ def test_a_gap_in_an_answer_is_passed_over() -> None:
 
 
 def test_nothing_to_whiten() -> None:
+    equal = torch.full((1, 3), 0.1, dtype=torch.float64)
+    assert equal.mean() != 0.1, "rounded"
+    assert torch.equal(whiten(equal, torch.ones(1, 3).bool()), torch.zeros(1, 3, dtype=torch.float64))
     assert torch.equal(whiten(torch.ones(1, 2), torch.zeros(1, 2).bool()), torch.zeros(1, 2))

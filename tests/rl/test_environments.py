@@ -222,6 +222,7 @@ def test_environments_that_are_built_in(tmp_path: Path) -> None:
     calculator.reset(row)
     assert calculator.step("so it is 4 * (250 + 6) =") == (" 1024", None, False)
     assert calculator.step("so 4 / 0 =") == (" error: float division by zero", None, False)
+    assert calculator.step("-" * 998 + "1 =")[0] == " error: maximum recursion depth exceeded"
     assert calculator.step("It is 1024.") == (None, 1.0, True)
     with pytest.raises(ValueError, match="wanted numbers"):
         calculate("2 ** 9999999")

@@ -267,16 +267,21 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
     [
         ("optimizer.learning_rate=1e30", "step 2: ticket 2, answer 0: the log-probability of token 0 is nan"),
         ("algorithm.kl={coefficient: 1e308, estimator: k2}", "loss nan, gradient norm nan: the first output"),
-        ("FUNCTION", "ticket 7: an answer's reward is 1e+300; wanted one within 1e+12"),
+        ("[{python: 'FILE:large'}]", "ticket 7: an answer's reward is 1e+300; wanted one within 1e+12"),
+        (
+            "[{python: 'FILE:large', weight: 1e10}, {python: 'FILE:small', weight: 1e10}]",
+            "ticket 7: an answer's reward is nan; wanted one within 1e+12",
+        ),
     ],
 )
 def test_what_is_not_finite_ends_the_run(
     project: Path, tmp_path: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With exit code 1, and nothing of the step in files."""
-    (tmp_path / "large.py").write_text("def large(sample):\n    return 1e300 * (sample + 1)\n")
-    if override == "FUNCTION":
-        override = f"reward.functions=[{{python: '{tmp_path / 'large.py'}:large'}}]"
+    large = "def large(sample):\n    return 1e300 * (sample + 1)\n\n\n"
+    (tmp_path / "large.py").write_text(f"{large}def small(sample):\n    return -large(sample)\n")
+    if "FILE" in override:
+        override = f"reward.functions={override.replace('FILE', str(tmp_path / 'large.py'))}"
     words = ["rl", "--config", str(project), override, "train.precision=fp32", f"log.directory={tmp_path}"]
     assert main(words) == 1
     error = capsys.readouterr().err.splitlines()[-1]
@@ -317,13 +322,23 @@ def test_what_is_refused(project: Path, override: str, message: str, refuse: Ref
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["", "[]", '{"prompt_ids": []}', '{"prompt_ids": [1.5]}', '{"prompt": "text"}', '{"prompt_ids": [64]}'],
+    ("line", "message"),
+    [
+        ("", "no prompts"),
+        ("[]", "wanted a JSON object"),
+        ('{"prompt_ids": []}', "an empty prompt"),
+        ('{"prompt_ids": [1.5]}', "not a list of token ids"),
+        ('{"prompt": "text"}', "text needs data.tokenizer"),
+        ('{"prompt_ids": [5, 64]}', "token id 64 is beyond"),
+        ('{"prompt_ids": [-1, 5]}', "token id -1 is beyond"),
+        ('{"prompt_ids": [5], "answer": NaN}', "NaN is no JSON"),
+        ('{"prompt_ids": [5], "answer": "\\ud800"}', "1: holds half a surrogate pair; fix the escapes"),
+    ],
 )
-def test_prompts_that_cannot_be_used(project: Path, tmp_path: Path, line: str) -> None:
+def test_prompts_that_cannot_be_used(project: Path, tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "odd.jsonl").write_text(line + "\n")
     run = load_rl(project, (f"data.prompts=[{{file: '{tmp_path / 'odd.jsonl'}'}}]",))
-    with pytest.raises(DataError, match=r"odd\.jsonl"):
+    with pytest.raises(DataError, match=rf"odd\.jsonl.*{message}"):
         prepare_rl(run, None, Position())
 
 

@@ -47,6 +47,8 @@ OnLostEngine = Literal["stop", "go_on"]
 Placement = Literal["shared", "apart"]
 ServerKind = Literal["auto", "yuan_train", "vllm", "sglang"]
 NotNegative = Annotated[float, Ge(0)]
+LEAST_TEMPERATURE = 1e-3
+"""Of a draw: below it, and above 0, logits divided by the temperature are not finite in fp32."""
 Bounds = tuple[float, float]
 
 SCALE_OF: dict[str, Scale] = {
@@ -106,7 +108,7 @@ class GenerationConfig:
 
     max_new_tokens: Count
     """The most tokens of an answer."""
-    temperature: Annotated[float, Gt(0)] = 1.0
+    temperature: Annotated[float, Ge(LEAST_TEMPERATURE)] = 1.0
     """Of the draw, and of the log-probabilities that are trained."""
     stop_ids: tuple[Annotated[int, Ge(0)], ...] = ()
     """Tokens that end an answer; none: those of the tokenizer, if there is one."""
@@ -289,7 +291,7 @@ class AlgorithmConfig:
     """Largest weight of a token under `aipo` and `decoupled`."""
     updates: Count = 1
     """Optimizer steps for a batch, each on its part of the groups."""
-    epochs: Count = 1
+    epochs: Annotated[int, Gt(0), Le(1000)] = 1
     """Passes over a batch, each of so many updates; ratios are to the policy at the batch's start."""
     mask_truncated: bool = False
     """Answers that reached max_new_tokens count in the comparison of rewards and not in the loss."""
@@ -596,6 +598,11 @@ def validate_rl(run: RLConfig) -> Iterator[Violation]:
         yield Violation(
             ("evaluation", "keep_best"),
             "true: wanted evaluation.every, by which the best is found, and checkpoint.directory for it",
+        )
+    if 0 < evaluation.temperature < LEAST_TEMPERATURE:
+        yield Violation(
+            ("evaluation", "temperature"),
+            f"{evaluation.temperature:g}; wanted 0 (the most probable token), or {LEAST_TEMPERATURE} or more",
         )
     if evaluation.samples > 1 and not evaluation.temperature:
         yield Violation(

@@ -42,12 +42,21 @@ def read_records(path: Path, *, keys: str) -> Iterator[tuple[str, dict[str, Any]
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_constant=_refuse_constant)
+            if "\\u" in line:
+                # An escape may be half a surrogate pair, which nothing can write.
+                json.dumps(record, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise DataError(f"{path}:{number}: holds half a surrogate pair; fix the escapes") from None
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: not JSON ({error}); wanted one JSON object a line") from None
         if not isinstance(record, dict):
             raise DataError(f"{path}:{number}: {type(record).__name__}; wanted a JSON object")
         yield f"{path}:{number}", record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 NAMED = 8
@@ -208,10 +217,8 @@ def read_prompts(
         prompt = _prompt(record, tokenizer, template, where)
         if not prompt.ids:
             raise DataError(f"{where}: an empty prompt; wanted at least one token")
-        if min(prompt.ids) < 0 or max(prompt.ids) >= vocab_size:
-            raise DataError(
-                f"{where}: token id {max(prompt.ids)} is beyond the model's vocabulary of {vocab_size}"
-            )
+        if (odd := next((one for one in prompt.ids if not 0 <= one < vocab_size), None)) is not None:
+            raise DataError(f"{where}: token id {odd} is beyond the model's vocabulary of {vocab_size}")
         lengths[where] = len(prompt.ids)
         found.append(prompt)
     if not found:

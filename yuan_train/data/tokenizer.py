@@ -246,6 +246,8 @@ class Backend(Protocol):
 
     def piece_id(self, piece: str) -> int | None: ...
 
+    def piece(self, number: int) -> str: ...
+
     def encode(self, text: str, special: Special) -> list[int]: ...
 
     def decode(self, ids: list[int], special: bool) -> str: ...
@@ -302,8 +304,13 @@ class Tokenizer:
 
         With `special`, strings such as `<sep>` in the text become their ids (all of them, or those named),
         and the text between two of them is encoded as a separate string, as in the published Yuan tokenizer.
-        Without it, special strings are encoded as text.
+        Without it, special strings are encoded as text. Raises DataError for what UTF-8 cannot hold.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            shown = repr(text[max(error.start - 20, 0) : error.start + 20])
+            raise DataError(f"{shown} holds half a surrogate pair, which is no text") from None
         return self._backend.encode(text, special)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -320,6 +327,14 @@ class Tokenizer:
             )
         return self._backend.decode(numbers, special)
 
+    def piece_bytes(self, number: int) -> bytes | None:
+        """The bytes of a piece that is no text by itself, such as a part of a character; None of a piece that
+        does not stand for bytes."""
+        piece = self._backend.piece(number)
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(found[1])
+        return bytes(map(_BYTES.__getitem__, piece)) if _BYTES.keys() >= set(piece) else None
+
     def _end_of_document(self, number: int | None) -> int:
         if number is None:
             raise DataError(
@@ -327,6 +342,12 @@ class Tokenizer:
                 "end a document; train a tokenizer of your own"
             )
         return number
+
+
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + n): byte for n, byte in enumerate(_HIDDEN)}
+"""By the letter that stands for it in pieces of bytes, as GPT-2's code has them (`bytes_to_unicode`)."""
 
 
 def _file_of(path: Path) -> Path:
@@ -378,6 +399,9 @@ class SentencePieceBackend:
             return self.specials[piece]
         number = self._processor.piece_to_id(piece)
         return number if self._processor.id_to_piece(number) == piece else None
+
+    def piece(self, number: int) -> str:
+        return self._texts.get(number) or self._processor.id_to_piece(number)
 
     def encode(self, text: str, special: Special) -> list[int]:
         recognised = frozenset(self.specials) & special if isinstance(special, frozenset) else self.specials
@@ -541,6 +565,9 @@ class HuggingFaceBackend:
 
     def piece_id(self, piece: str) -> int | None:
         return self._tokenizer.token_to_id(piece)
+
+    def piece(self, number: int) -> str:
+        return self._tokenizer.id_to_token(number) or ""
 
     def encode(self, text: str, special: bool | frozenset[str]) -> list[int]:
         self._tokenizer.encode_special_tokens = not special

@@ -92,12 +92,13 @@ class Collector:
         while len(kept) < wanted:
             count = min(wanted - len(kept), last - ticket)
             if not count:
+                scored_by = "the reward functions" if run.turns is None else "the environment, or what scores"
                 advice = "give prompts that are neither too easy nor too hard, or set algorithm.filter: none"
                 raise TrainingError(
                     f"{len(kept)} of {wanted} groups after {ticket - first_ticket} prompts "
                     f"(algorithm.max_refill: {run.algorithm.max_refill}): {filtered} had equal rewards, "
                     f"{failed} failed{f', the last because {error}' if error else ''}; "
-                    + (advice if filtered >= failed else "correct the reward functions")
+                    + (advice if filtered >= failed else f"correct {scored_by}")
                 )
             for group, why in self._groups(range(ticket, ticket + count), seconds):
                 if group is None:
@@ -146,7 +147,8 @@ class Collector:
         rewards: list[float] = []
         for answers, scores in zip(samples, scored, strict=True):
             shares.append(sum(_passed(scores.of_answers, answers)) / config.samples)
-            rewards += self._rewards(scores, answers)
+            own = self._rewards(scores, answers)
+            rewards += [] if _too_large(own) else own
         count = len(tickets)
         return {
             "pass_1": sum(shares) / count,
@@ -286,7 +288,8 @@ def _passed(scores: Sequence[Sequence[float | None]], answers: Sequence[Sample])
 
 def _too_large(rewards: Sequence[float]) -> str | None:
     """What is wrong with the rewards of a group, if one is too large to compare with others."""
-    found = [reward for reward in rewards if abs(reward) > LARGEST_REWARD]
+    # Not finite ones too: two scores may overflow, each to its side, and their sum is no number.
+    found = [reward for reward in rewards if not abs(reward) <= LARGEST_REWARD]
     if not found:
         return None
     return f"an answer's reward is {found[0]:g}; wanted one within {LARGEST_REWARD:g}, or give reward.clip"

@@ -667,6 +667,8 @@ def whiten(advantages_BS: Tensor, mask_BS: Tensor) -> Tensor:
     inside_N = advantages_BS[mask_BS]
     if not inside_N.numel():
         return torch.zeros_like(advantages_BS)
-    mean = inside_N.mean()
-    variance = (inside_N - mean).square().mean()
-    return ((advantages_BS - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)).where(mask_BS, 0)
+    # In exact arithmetic the same without the shift, and exactly 0 where all are equal.
+    shifted_BS, shifted_N = advantages_BS - inside_N[0], inside_N - inside_N[0]
+    mean = shifted_N.mean()
+    variance = (shifted_N - mean).square().mean()
+    return ((shifted_BS - mean) * torch.rsqrt(variance + VARIANCE_EPSILON)).where(mask_BS, 0)

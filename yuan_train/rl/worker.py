@@ -296,7 +296,7 @@ class Calculator:
             return None, float(is_right(text, self._answer)), True
         try:
             return f" {calculate(asked.group(1)):.12g}", None, False
-        except (ArithmeticError, SyntaxError, ValueError) as error:
+        except (ArithmeticError, RecursionError, SyntaxError, ValueError) as error:
             return f" error: {error}", None, False
 
 
@@ -313,8 +313,8 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 
 def calculate(expression: str) -> float:
-    """The value of numbers with + - * / // % and brackets. Raises ArithmeticError, SyntaxError or
-    ValueError."""
+    """The value of numbers with + - * / // % and brackets. Raises ArithmeticError, RecursionError,
+    SyntaxError or ValueError."""
 
     def value_of(node: ast.expr) -> float:
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
@@ -456,7 +456,7 @@ class Instances:
         ticket, number, call = request["id"]
         try:
             told = self._reply(request, (ticket, number))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             told = {"error": f"raised {type(error).__name__}: {str(error)[:500]}"}
         with self._lock:
             self._say({"id": [ticket, number, call], **told})
