@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.commands import Ask
+from tests.support.commands import Ask, command
 from tests.support.serving import NAME, Server, make_checkpoint, serving, write_plan
 from yuan_train.checkpoint.load import find_checkpoint
 from yuan_train.data.tokenizer import render_chat
@@ -172,6 +172,20 @@ def test_the_command_writes_the_same(client: Any, checkpoint: Path, ask: Ask) ->
             text = choice.text
         found = {"prompt_ids": choice.prompt_token_ids, "new_ids": choice.token_ids, "text": text}
         assert found == {key: told[key] for key in found}
+
+
+def test_what_is_printed_as_it_comes_is_the_whole_text(
+    checkpoint: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where it ends within a character."""
+    words = ["generate", "--checkpoint", checkpoint, "--prompt", "say it", "--seed", 2]
+    ends: set[bool] = set()
+    for length in range(1, 7):
+        text = ask(*words, "--max-new-tokens", length)["text"]
+        assert command(*words, "--max-new-tokens", length) == 0
+        assert capsys.readouterr().out == f"say it{text}\n"
+        ends.add(text.endswith("\N{REPLACEMENT CHARACTER}"))
+    assert ends == {True, False}
 
 
 def test_several_answers_have_seeds_of_their_own(client: Any, trained: TrainedModel) -> None:

@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, str | None]] = {
     "negative token": (COMPLETIONS, {"prompt": [1, -5]}, "token 1 is -5; wanted 0 to 259", "prompt"),
     "token beyond": (COMPLETIONS, {"prompt": [[1], [260]]}, "token 0 is 260; wanted 0 to 259", "prompt[1]"),
     "empty": (COMPLETIONS, {"prompt": ""}, "is empty; give at least one token", "prompt"),
-    "no prompt": (COMPLETIONS, {"prompt": None}, "wanted a string, a list of strings", "prompt"),
+    "no prompt": (COMPLETIONS, {"prompt": None}, "prompt: is missing", "prompt"),
     "type": (COMPLETIONS, {"temperature": "hot"}, "should be a valid number, got 'hot'", "temperature"),
     "range": (CHAT, {"temperature": 3}, "less than or equal to 2, got 3", "temperature"),
     "tiny": (CHAT, {"temperature": 1e-9}, "wanted 0 (greedy), or 0.001 to 2, got 1e-09", "temperature"),
@@ -238,6 +238,26 @@ def test_the_reason_is_told(http: Any, case: tuple[str, dict[str, Any], str, str
     error = reply.json()["error"]
     assert message in error["message"]
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        (
+            COMPLETIONS,
+            {"stop_token_ids": None, "logit_bias": None, "suffix": "", "top_k": -1, "best_of": None},
+        ),
+        (CHAT, {"top_logprobs": 0, "logprobs": False, "modalities": ["text"], "prediction": None}),
+        (
+            CHAT,
+            {"top_logprobs": 0, "service_tier": "auto", "prompt_cache_key": "a", "safety_identifier": "b"},
+        ),
+    ],
+)
+def test_a_key_that_asks_nothing_is_taken(http: Any, path: str, changes: dict[str, Any]) -> None:
+    plain, reply = (http.post(path, json=GOOD[path] | more) for more in ({}, changes))
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"] == plain.json()["choices"]
 
 
 def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:

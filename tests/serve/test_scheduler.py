@@ -2,17 +2,19 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.support.hf_decoders import write_tokenizer
 from yuan_train.config.errors import LostRank
-from yuan_train.data.tokenizer import Tokenizer
+from yuan_train.data.tokenizer import Tokenizer, train_tokenizer
 from yuan_train.models.generate import Sampling
 from yuan_train.rl.experience import Sample
 from yuan_train.rl.generator import Token
-from yuan_train.serve.app import Completion
+from yuan_train.serve.app import UNFINISHED, Completion, TokenTexts
 from yuan_train.serve.ranks import Asked, Order
 from yuan_train.serve.scheduler import QueueFull, Scheduler, Stopped
 
@@ -184,7 +186,23 @@ def written(
 
 def test_a_character_is_shown_once_it_is_whole() -> None:
     assert written("aé世".encode()) == (["a", "é", "世"], "length")
-    assert written("a世".encode()[:-1])[0] == ["a", "\N{REPLACEMENT CHARACTER}"]
+    assert written("a世".encode()[:-1])[0] == ["a", UNFINISHED]
+    assert written(b"\xc3\xa9\xff\xe4\xb8\x96", (UNFINISHED,)) == (["é", ""], "stop")
+    assert written("é世".encode(), (UNFINISHED,)) == (["é", "世"], "length"), "whole in the end"
+
+
+def test_the_bytes_of_a_part_of_a_character_are_its_own(tmp_path: Path) -> None:
+    """Of both kinds of pieces; what is no part of one is told as its text."""
+    write_tokenizer(tmp_path)
+    train_tokenizer([Path(__file__)], 400, tmp_path / "pieces")
+    text = "\u00f1\u6e90 \U0001f98a a"
+    for folder in (tmp_path, tmp_path / "pieces"):
+        tokenizer = Tokenizer.load(folder)
+        texts, ids = TokenTexts(tokenizer), tokenizer.encode(text)
+        assert any(texts.of(token)[0] == UNFINISHED for token in ids)
+        assert b"".join(texts.of(token)[1] for token in ids).decode().strip() == text
+        ((name, number), *_) = tokenizer.specials.items()
+        assert texts.of(number) == (name, name.encode())
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             text = decode(row) if tokenizer is not None else None
             print(json.dumps({"prompt_ids": prompt_ids, "new_ids": row, "text": text}, ensure_ascii=False))
     else:
-        print("" if stream is not None else ",".join(map(str, new_ids[0])))
+        print(stream.rest if stream is not None else ",".join(map(str, new_ids[0])))
     return 0
 
 
@@ -146,11 +146,14 @@ class _TextStream:
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: list[int]) -> None:
         self._decode, self._prompt_ids = decode, prompt_ids
         self._shown = 0
+        self.rest = ""
+        """What is not printed yet: it ends with a part of a character."""
         self.show([])
 
     def show(self, new_ids: list[int]) -> None:
         """Print what `new_ids`, all tokens so far, add to the printed text."""
         text = self._decode([*self._prompt_ids, *new_ids])
+        self.rest = text[self._shown :]
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            print(text[self._shown :], end="", flush=True)
-            self._shown = len(text)
+            print(self.rest, end="", flush=True)
+            self._shown, self.rest = len(text), ""

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -44,8 +44,10 @@ class TokenText:
     """A token as log-probabilities tell it."""
 
     text: str
+    raw: bytes
+    """Of a part of a character what its text does not say."""
     log_prob: float
-    alternatives: tuple[tuple[str, float], ...] = ()
+    alternatives: tuple[TokenText, ...] = ()
 
 
 class TokenTexts:
@@ -57,11 +59,13 @@ class TokenTexts:
         self._before = tokenizer.encode("a")
         self.of = lru_cache(maxsize=1 << 15)(self._find)
 
-    def _find(self, token: int) -> str:
+    def _find(self, token: int) -> tuple[str, bytes]:
         if token >= self._tokenizer.vocab_size:
-            return ""
+            return "", b""
         before = self._tokenizer.decode(self._before, special=True)
-        return self._tokenizer.decode([*self._before, token], special=True).removeprefix(before)
+        text = self._tokenizer.decode([*self._before, token], special=True).removeprefix(before)
+        raw = self._tokenizer.piece_bytes(token) if UNFINISHED in text else None
+        return text, text.encode() if raw is None else raw
 
 
 @dataclass
@@ -101,14 +105,17 @@ class Completion:
             )
         self.ids.append(number)
         if alternatives is not None:
-            text = self.texts.of if self.texts is not None else "token_id:{}".format
-            others = [(round(one), value) for one, value in zip(drawn[2::2], drawn[3::2], strict=True)]
-            told = tuple((text(one), value) for one, value in others[:alternatives])
-            self._tokens.append(TokenText(text(number), drawn[1], told))
+            pairs = list(zip(map(round, drawn[::2]), drawn[1::2], strict=True))[: alternatives + 1]
+            own, *others = [TokenText(*self._text(one), value) for one, value in pairs]
+            self._tokens.append(replace(own, alternatives=tuple(others)))
         if token.sample is not None:
             self.finish_reason = "stop" if token.sample.ended == "stop" else "length"
         if self.stops or self.is_streamed or self.finish_reason is not None:
             self._read()
+
+    def _text(self, token: int) -> tuple[str, bytes]:
+        name = f"token_id:{token}"
+        return self.texts.of(token) if self.texts is not None else (name, name.encode())
 
     def take(self) -> Delta | None:
         """What is new; None if nothing is that could be shown."""
@@ -122,12 +129,14 @@ class Completion:
     def _read(self) -> None:
         """Find the text so far, where a stop string cuts it, and how much of it stays."""
         whole = "" if self.tokenizer is None else text_of(self.ids, self.tokenizer)
+        if self.finish_reason is None:
+            # So looks a character whose last bytes are to come, too.
+            whole = whole[: len(whole.rstrip(UNFINISHED))]
         places = [place for stop in self.stops if (place := whole.find(stop)) >= 0]
         if places:
             whole = whole[: min(places)]
             self.finish_reason = "stop"
         if self.finish_reason is None:
-            whole = whole[: len(whole.rstrip(UNFINISHED))]
             whole = whole[: len(whole) - _begun(whole, self.stops)]
             if not whole.startswith(self._ready):
                 return
@@ -244,7 +253,9 @@ class Reply:
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
             # Of tokens with the same text the most probable one, which is told last here.
-            "top_logprobs": [dict(reversed(token.alternatives)) for token in tokens],
+            "top_logprobs": [
+                {one.text: one.log_prob for one in reversed(token.alternatives)} for token in tokens
+            ],
             "text_offset": offsets,
         }
 
@@ -258,13 +269,12 @@ class Reply:
 
 
 def _chat_log_probs(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    def entry(text: str, value: float) -> dict[str, Any]:
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+    def entry(token: TokenText) -> dict[str, Any]:
+        return {"token": token.text, "logprob": token.log_prob, "bytes": list(token.raw)}
 
     return {
         "content": [
-            entry(token.text, token.log_prob)
-            | {"top_logprobs": [entry(text, value) for text, value in token.alternatives]}
+            entry(token) | {"top_logprobs": [entry(other) for other in token.alternatives]}
             for token in tokens
         ],
         "refusal": None,

@@ -16,14 +16,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from yuan_train.config.errors import DataError
+from yuan_train.config.rl import LEAST_TEMPERATURE
 from yuan_train.data.tokenizer import Tokenizer, render_chat
 from yuan_train.models.generate import Sampling
 from yuan_train.serve.ranks import MOST_ALTERNATIVES, Asked
 
 MOST_STOPS, LONGEST_STOP = 16, 1000
 MOST_STOP_IDS = 1000
-LEAST_TEMPERATURE = 1e-3
-"""Below it, and above 0, logits divided by the temperature are not finite in fp32."""
 SEEDS = 1 << 62
 DEFAULT_NEW_TOKENS = 16
 """Of a completion; an answer in a chat is as long as there is room."""
@@ -89,7 +88,7 @@ class Call:
 
 
 def _check_stops(value: Any) -> list[str]:
-    found = [value] if isinstance(value, str) else [] if value is None else value
+    found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise ValueError("wanted a string, or a list of strings")
     if len(found) > MOST_STOPS or not all(0 < len(one) <= LONGEST_STOP for one in found):
@@ -130,7 +129,7 @@ def _check_content(value: Any) -> Any:
 
 
 def _refuse(value: Any) -> None:
-    if value not in (None, 0, False, [], {}):
+    if value not in (0, False, "", [], {}):
         raise ValueError("is not served; leave it out")
 
 
@@ -154,7 +153,8 @@ class Body(_Form):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2), BeforeValidator(_check_temperature)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    """-1, as 0: from all."""
     n: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(gt=-SEEDS, lt=SEEDS)] | None = None
     stop: Annotated[list[str], BeforeValidator(_check_stops)] = []
@@ -166,6 +166,9 @@ class Body(_Form):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     presence_penalty: Refused = None
     frequency_penalty: Refused = None
     logit_bias: Refused = None
@@ -203,7 +206,7 @@ class ChatBody(Body):
     tools: Refused = None
     tool_choice: Literal["none", "auto"] | None = None
     functions: Refused = None
-    modalities: Refused = None
+    modalities: list[Literal["text"]] | None = None
     audio: Refused = None
     reasoning_effort: Refused = None
 
@@ -245,8 +248,10 @@ def read_json(content: bytes) -> dict[str, Any]:
 
 def read_call(value: dict[str, Any], served: Served, number: Callable[[], int], *, is_chat: bool) -> Call:
     """Read and check a request; `number` gives each ticket its own. Raises ApiError."""
+    # As OpenAI's API has it, a key with null is as one that is left out.
+    given = {key: one for key, one in value.items() if one is not None}
     try:
-        body = (ChatBody if is_chat else CompletionBody).model_validate(value)
+        body = (ChatBody if is_chat else CompletionBody).model_validate(given)
     except ValidationError as error:
         raise _as_api_error(error) from None
     except RecursionError:
@@ -267,7 +272,8 @@ def read_call(value: dict[str, Any], served: Served, number: Callable[[], int], 
             raise ApiError("best_of: wanted none, or that of n", param="best_of")
         if body.echo and alternatives is not None:
             raise ApiError("echo: the log-probabilities of a prompt are not told", param="echo")
-        if body.logprobs_mode == "processed_logprobs" and (body.top_k or body.top_p not in (None, 1.0)):
+        cuts = (body.top_k or 0) > 0 or body.top_p not in (None, 1.0)
+        if body.logprobs_mode == "processed_logprobs" and cuts:
             raise ApiError(
                 "logprobs_mode: processed_logprobs is served without top_k and top_p alone; leave them out",
                 param="logprobs_mode",
@@ -296,7 +302,7 @@ def _make_call(
     seed = secrets.randbelow(SEEDS) if body.seed is None else body.seed
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else float(body.temperature),
-        top_k=body.top_k or 0,
+        top_k=max(body.top_k or 0, 0),
         top_p=1.0 if body.top_p is None else float(body.top_p),
     )
     asked = [
@@ -344,7 +350,7 @@ def _new_tokens(ids: Sequence[int], limit: int | None, served: Served, is_chat: 
 
 
 def _alternatives(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError("top_logprobs: wanted logprobs: true with it", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
