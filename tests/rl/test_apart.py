@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 
 from tests.support.commands import Refuse
 from tests.support.rl import (
@@ -94,6 +95,25 @@ def test_roles_apart_train_as_one_process_does(tmp_path: Path) -> None:
     assert [line["grad_norm"] for line in changed] == [line["grad_norm"] for line in whole]
     first, *later = (line["sync_bytes"] for line in changed)
     assert [line["sync_bytes"] for line in whole] == [first] * 3 and max(later) < 0.2 * first
+
+
+def test_the_bound_on_staleness_holds_where_a_resumed_run_has_larger_batches(tmp_path: Path) -> None:
+    """Tickets are issued from where the run stands, and not from what its batches would have taken so far."""
+    few, more = (write_rl(tmp_path / name) for name in ("few", "more"))
+    document = yaml.safe_load(more.read_text())
+    document["train"]["prompts_per_step"] = 4
+    more.write_text(yaml.safe_dump(document))
+    larger = roles_of(more, staleness=1, policy="4x4: 1@0 | 3@1", engines="8x1: 1@0 | 3@1 / 8x1: 4@2")
+    kept = (f"checkpoint.directory={tmp_path / 'c'}",)
+    run_rl_cases(
+        [
+            RLCase(few, tmp_path, roles_of(few, staleness=1), (*kept, "train.steps=4")),
+            RLCase(more, tmp_path, larger, (*kept, "train.steps=8")),
+        ]
+    )
+    lines = read_lines(tmp_path)
+    assert [line["staleness_max"] for line in lines] == [0, 1, 1, 1, 0, 1, 1, 1]
+    assert [line["next_ticket"] for line in lines] == [2, 4, 6, 8, 12, 16, 20, 24]
 
 
 def run_slowly(rank: int, case: RLCase, planned: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.support.serving import Quiet, answering
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.rl import OverlongConfig, RewardConfig, RewardFunction
+from yuan_train.parallel.transport import LostPeer
 from yuan_train.rl.collect import reward_of
 from yuan_train.rl.experience import Sample, Ticket, share_out
 from yuan_train.rl.helpers import Scorers, Scores, ScoringThread
@@ -348,3 +349,28 @@ def test_a_process_scores_several_answers_at_once(tmp_path: Path) -> None:
             beside.score([group], last)
             assert done.wait(30)
     assert [len(scores) for scores in found] == [2, 1] and found[1] == [Scores(((0.0,), (1.0,)))]
+
+
+def test_a_thread_that_scores_ends_without_a_word_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who listens to a lost controller says so; and processes end under a thread that waits for them."""
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    said: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    config = RewardConfig(
+        functions=(RewardFunction(python=f"{tmp_path / 'rewards.py'}:any_of_these"),), workers=1
+    )
+
+    def is_lost(_: list[Scores] | str) -> None:
+        raise LostPeer("the controller is gone")
+
+    with Scorers(config) as scorers, ScoringThread(scorers, 1) as beside:
+        beside.score([[fields()]], is_lost)
+    with pytest.raises(KeyError), Scorers(config) as scorers, ScoringThread(scorers, 1) as beside:
+        beside.score([[fields(prompt="hangs")]], said.append)
+        while scorers._workers[0].is_idle:
+            time.sleep(0.01)
+        raise KeyError
+    beside._thread.join(20)
+    assert not said and not beside._thread.is_alive()

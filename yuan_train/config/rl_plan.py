@@ -377,9 +377,9 @@ def check_rl_plan_of_run(plan: RlPlan, run: RLConfig) -> None:
             f"the run names {servers}; plan again"
         )
     if (plan.roles.reference is not None) != run.needs_reference:
-        has = "has" if plan.roles.reference is not None else "has no"
-        coefficient = run.algorithm.kl.coefficient
-        faults.append(f"roles.reference: the plan {has} one, and algorithm.kl.coefficient is {coefficient:g}")
+        has = "one" if plan.roles.reference is not None else "none"
+        coefficient = f"algorithm.kl.coefficient is {run.algorithm.kl.coefficient:g}"
+        faults.append(f"roles.reference: the plan has {has}, and {coefficient}; plan again")
     scoring = plan.roles.reward
     if scoring is not None and run.reward.reader is None:
         faults.append(

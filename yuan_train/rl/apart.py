@@ -389,13 +389,13 @@ class RemoteCollector(Collector):
         """In flight: the engines when they were told what to leave to others."""
         self._sync_seconds, self._sync_bytes = 0.0, 0
 
-    def begin(self, version: int, *, first_ticket: int, replaced: int) -> None:
-        """Publish the weights of `version` batches, and issue all tickets that it allows; `replaced` are the
-        groups that were filtered or failed so far."""
+    def begin(self, version: int, *, first_ticket: int) -> None:
+        """Publish the weights of `version` batches, and issue all tickets that it allows from the first that
+        no batch has had. A run that was resumed may have had other batches before."""
         self.publish(version)
         self._tell_leaves()
         per_step = self._job.run.train.prompts_per_step
-        limit = (newest_batch(version, self._staleness) + 1) * per_step + replaced
+        limit = first_ticket + (newest_batch(version, self._staleness) + 1 - version) * per_step
         first = max(self._issued, first_ticket)
         # In messages of a batch each: an engine takes new weights between two of them.
         for start in range(first, limit, per_step):

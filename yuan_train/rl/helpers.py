@@ -28,6 +28,7 @@ from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.rl import EnvironmentConfig, RewardConfig, RLConfig
 from yuan_train.data.prompts import ids_of, prompt_of, text_of
 from yuan_train.data.tokenizer import Message, Tokenizer, continue_chat
+from yuan_train.parallel.transport import LostPeer
 from yuan_train.rl.experience import Ticket
 from yuan_train.rl.generator import Opened, Turn, TurnLimits, TurnReply
 from yuan_train.rl.job import RLJob
@@ -337,6 +338,14 @@ class ScoringThread:
         self._given.put((groups, then))
 
     def _run(self) -> None:
+        try:
+            self._score_all()
+        except Exception as error:
+            # Who listens to a lost peer says so; and where a run fails, its processes end under this thread.
+            if not (self._ends or isinstance(error, LostPeer)):
+                raise
+
+    def _score_all(self) -> None:
         while not self._ends and (first := self._given.get()) is not None:
             given, count = [first], len(first[0])
             while count < self._at_once and not self._given.empty():

@@ -368,8 +368,7 @@ class PolicyEngine:
         # Generation does not go through the modules whose forwards wait for weights.
         finish_weight_sync(runtime)
         if isinstance(collector, RemoteCollector):
-            replaced = before.filtered + before.failed
-            collector.begin(self._version, first_ticket=before.next_ticket, replaced=replaced)
+            collector.begin(self._version, first_ticket=before.next_ticket)
         self._batch = batch = collector.collect(before.next_ticket)
         self._training_since = time.perf_counter()
         self._result = result = self._updater.train(batch.groups, request)
