@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.logs import BEGAN, LAST, write_run
 from yuan_train.cli.main import main
-from yuan_train.config.plan_constraints import keep_plan, load_plan, plan_digest, save_plan
+from yuan_train.config.plan_constraints import load_plan, save_plan
 from yuan_train.report.run_log import RunLog, card_rows, read_run, rent, waits_for
 from yuan_train.report.run_page import plan_marks, run_lines, timeline
 
@@ -146,23 +146,6 @@ def test_what_was_measured_is_that_of_the_newest_plan(log: Path, tmp_path: Path)
         (None, pytest.approx(0.4)),
         (None, pytest.approx(0.24)),
     ]
-
-
-def test_plans_by_hand_are_told_apart(log: Path, tmp_path: Path) -> None:
-    """They have no forecast: the first step of each start has the plan's digest."""
-    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    folder = changed(log, tmp_path / "run", supervise=[])
-    plan = replace(load_plan(sorted((log / "plans").glob("plan*.yaml"))[-1]), forecast=None)
-    plans = {1: plan, 21: replace(plan, schedule="gpipe"), 41: plan}
-    for step, own in plans.items():
-        keep_plan(folder, own, step=step - 1)
-    with (folder / "metrics.jsonl").open("w") as file:
-        for line in lines:
-            found = {"forecast_step_seconds": None, "step_seconds": 3.0 if line["step"] <= 40 else 0.5}
-            found |= {"plan": plan_digest(plans[line["step"]])} if line["step"] in plans else {}
-            print(json.dumps(line | found), file=file)
-    found = read_run(folder)
-    assert found.step_seconds == 0.5 and found.plan == plan
 
 
 def test_the_view_of_a_terminal_is_drawn_until_it_is_ended(

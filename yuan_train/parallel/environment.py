@@ -249,7 +249,7 @@ def holding(directory: str | Path, name: str, what: str, within: float = LEASE_S
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         while (file := _lock(path)) is None:
-            holder = path.read_text(encoding="utf-8").strip()
+            holder = _read_holder(path)
             is_here, supervised = f" of {socket.gethostname()}," in holder, NEXT_PLAN in os.environ
             if supervised and not is_here and holder.endswith(SUPERVISED):
                 # The agents have seen its node go, and go on without it.
@@ -271,7 +271,17 @@ def holding(directory: str | Path, name: str, what: str, within: float = LEASE_S
         yield
     finally:
         if file is not None:
+            # Who waits has the file that is gone, and opens the next one.
+            with suppress(OSError):
+                path.unlink()
             os.close(file)
+
+
+def _read_holder(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _lock(path: Path) -> int | None:

@@ -18,7 +18,7 @@ from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.errors import ConfigError, YuanError, why_unread
 from yuan_train.config.load import is_mapping, parse_document
 from yuan_train.config.plan import Plan, RankPlan, StageForecast, node_of
-from yuan_train.config.plan_constraints import load_plan, plan_digest, plans_in
+from yuan_train.config.plan_constraints import load_plan, plans_in
 from yuan_train.config.run import SuperviseConfig
 from yuan_train.config.units import show_duration
 from yuan_train.report.html import Curve
@@ -117,12 +117,15 @@ class RunLog:
     def measured(self) -> Sequence[Line]:
         """The newest steps that ran under one plan, that of the last one, after its warm-up if there are
         such."""
-        own, plan, name = list[Line](), None, "forecast_step_seconds"
-        for line in self.steps.newest:
-            before, plan = plan, line.get("plan", plan)
-            if plan != before or line.get("moved") or (own and own[-1].get(name) != line.get(name)):
-                own = []
+        own: list[Line] = []
+        for line in reversed(self.steps.newest):
+            if line.get("forecast_step_seconds") != self.forecast_seconds:
+                break
             own.append(line)
+            if line.get("moved"):
+                # Its step is the first one under the plan.
+                break
+        own.reverse()
         return own[WARM_UP_STEPS:] or own
 
     @cached_property
@@ -380,20 +383,16 @@ class RunReader:
         return kept[1]
 
     def _plan(self, journal: Sequence[Entry]) -> tuple[str, Plan] | None:
-        """That of the journal; without one that of the newest start. Where no line tells it, the newest
-        under which the last step was forecast as it was."""
+        """That of the journal; without one the newest under which the last step was forecast as it was."""
         named = [entry.plan for entry in journal if entry.plan]
         if named and (path := self._folder / "plans" / Path(named[-1]).name).is_file():
             return self._once(path, _read_plan)
         newest, forecast = None, self._steps.last.get("forecast_step_seconds")
-        digest = next((line["plan"] for line in reversed(self._steps.newest) if line.get("plan")), None)
         for path in reversed(plans_in(self._folder)):
             found = self._once(path, _read_plan)
             newest = newest or found
             own = found[1].forecast if found is not None else None
-            if found is not None and (
-                plan_digest(found[1]) == digest if digest else own is None or own.step_seconds == forecast
-            ):
+            if found is not None and (own is None or own.step_seconds == forecast):
                 return found
         return newest
 

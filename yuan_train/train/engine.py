@@ -188,8 +188,6 @@ class Measured:
     """When the step had ended on all ranks, on this process's `time.perf_counter`."""
     links: Mapping[str, float] | None = None
     """Seconds that a message takes over each link between nodes, if they were measured after the step."""
-    plan: str | None = None
-    """Digest of the plan, if this is its first step since a start or a move."""
     moved: Moved | None = None
     """Before the step."""
 
@@ -384,7 +382,6 @@ def step_metrics(job: Job, record: StepRecord) -> StepMetrics:
         stage_seconds=[rank[0] for rank in of_ranks] if of_ranks else None,
         expert_tokens=measured.expert_tokens,
         link_seconds=dict(measured.links) if measured.links else None,
-        plan=measured.plan,
         moved=measured.moved,
         validation_loss=record.evaluation,
         loss_scale=record.request.scale if scaled else None,

@@ -48,7 +48,6 @@ LEFT_OUT = (
     ("accuracy", "margin"),
     ("expert_tokens",),
     ("link_seconds",),
-    ("plan",),
     ("moved",),
     ("stage_seconds", "peak_memory_bytes"),
 )
@@ -94,8 +93,6 @@ class StepMetrics:
     link_seconds: dict[str, float] | None = None
     """Seconds that half a MiB takes over each link between nodes, `a -> b`, measured after the step; None,
     and not in the file, if it was not."""
-    plan: str | None = None
-    """Digest of the plan, in the first step after a start or a move; None, and not in the file, else."""
     moved: Moved | None = None
     """Before this step, to the plan that it ran with; None, and not in the file, in all other steps."""
     validation_loss: float | None = None

@@ -285,7 +285,7 @@ def _run_steps(
     saver, keeper = savers
     tracer = Tracer(run.train.trace, run.log.directory, grid=engine.world.grid, coord=engine.world.coord)
     links = LinkClock(engine.world.grid, engine.world.coord, engine.world.groups, job.device)
-    plan, since, first = None, 0.0, progress.step + 1
+    plan, since = None, 0.0
     while progress.step < run.train.steps and plan is None:
         with tracer.step(progress.step + 1, job.device, clock):
             request = _request(job, progress, stop=asked.heard() or asked.moves or saver.failed())
@@ -293,9 +293,8 @@ def _run_steps(
             progress = progress.advance(run, result)
             measured = measure_step(job, engine, progress.step, clock)
         with clock.paused():
-            measured = replace(measured, links=_measure_links(job, engine, progress.step, links))
-            if progress.step == first:
-                measured = replace(measured, plan=plan_digest(job.plan), moved=moved)
+            measured = replace(measured, links=_measure_links(job, engine, progress.step, links), moved=moved)
+            moved = None
             evaluation = engine.evaluate(job, progress.step)
             _check_bits(job, engine, progress.step, saver)
         if log is not None:
