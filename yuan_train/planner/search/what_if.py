@@ -371,7 +371,8 @@ def other_precision(
     precision: Precision = "fp16" if problem.precision == "bf16" else "bf16"
     speed, refusal = None, ""
     try:
-        found = search_plan(replace(problem, precision=precision), search, micro_batch_size=micro_batch_size)
+        other = replace(problem, precision=precision)
+        found = search_plan(other, search, micro_batch_size=micro_batch_size, again=False)
         speed = problem.global_batch_size * problem.sequence_length / found.best.step_seconds
     except YuanError as error:
         refusal = str(error).partition("\n")[0]
