@@ -23,7 +23,7 @@ from yuan_train.config.plan import PipelinePlan, Plan
 from yuan_train.planner.costs.unit_costs import Costs, make_costs
 from yuan_train.planner.costs.workload import plan_on_cards
 from yuan_train.planner.native.core import NAMES, DraftTable, SpaceTable, run_together
-from yuan_train.planner.search.candidate import Candidate, Space, judge
+from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit, judge
 from yuan_train.planner.search.drafts import FEW_CARDS, Tables, draft_space, make_tables, plan_of
 from yuan_train.planner.search.paged import with_disks
 from yuan_train.planner.search.shapes import Options
@@ -75,11 +75,13 @@ class _Island:
     rows: tuple[object, ...] = ()
     """What the drafts point to."""
 
-    def searched(self, budget: int, seed: int) -> _Island:
+    def searched(self, limit: TimeLimit, budget: int, seed: int) -> _Island:
         """The same, with what a search of so much more found."""
         num_cards = min(self.tables.problem.num_cards, MOST_ISLAND_CARDS)
         budget = int(budget * min(1.0, CARDS_OF_BUDGET / num_cards))
-        found = self.tables.evaluator.search(self.space, self.drafts, budget=budget, seed=seed, room=4)
+        found = self.tables.evaluator.search(
+            self.space, self.drafts, budget=budget, seed=seed, room=4, seconds=limit.left()
+        )
         if not found.steps or (self.steps and self.steps[0] <= found.steps[0]):
             return self
         return replace(self, steps=found.steps, drafts=found.drafts, rows=found.rows)
@@ -92,11 +94,11 @@ def search_islands(space: Space) -> list[Candidate]:
     if few or _is_special(options) or costs.topology.dedicated or costs.topology.measured:
         return []
     budgets = _budgets_of(space)
-    first = functools.partial(_Island.searched, budget=budgets.first, seed=1)
+    first = functools.partial(_Island.searched, limit=space.limit, budget=budgets.first, seed=1)
     searched = run_together(first, _islands(space, budgets))
     found = _searched_longer(space, searched, budgets)
     if found and not space.is_over():
-        found[0] = found[0].searched(budgets.longer // 2, seed=3)
+        found[0] = found[0].searched(space.limit, budgets.longer // 2, seed=3)
     own, optimizer, room = state_of(costs, cards)
     if not found or found[0].count * own + optimizer > MUCH_STATE * room:
         known = found[:1] or searched[: budgets.num_finalists]
@@ -146,7 +148,7 @@ def _searched_longer(space: Space, searched: Sequence[_Island], budgets: _Budget
     ]
 
     def search(one: _Island) -> _Island:
-        return one if space.is_over() else one.searched(budgets.longer, seed=2)
+        return one if space.is_over() else one.searched(space.limit, budgets.longer, seed=2)
 
     return sorted(run_together(search, best), key=lambda one: one.steps[0])
 
@@ -170,7 +172,8 @@ def _while_it_gains(space: Space, islands: Sequence[_Island], budgets: _Budgets,
             break
         before = min(one.steps[0] if one.steps else math.inf for one in found)
         budget = budgets.longer // 2 if number < LEAST_ROUNDS else budgets.longer
-        searched = run_together(functools.partial(_Island.searched, budget=budget, seed=seed + number), found)
+        again = functools.partial(_Island.searched, limit=space.limit, budget=budget, seed=seed + number)
+        searched = run_together(again, found)
         found = sorted((one for one in searched if one.steps), key=lambda one: one.steps[0])[:1] or found
         gains = bool(found[0].steps) and found[0].steps[0] <= before * (1 - WORTH_A_ROUND)
         if number + 1 >= (LEAST_ROUNDS if found[0].steps else ROUNDS_TO_FIT) and not gains:
