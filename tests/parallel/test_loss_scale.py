@@ -203,6 +203,25 @@ def test_an_overflow_at_the_smallest_scale_ends_the_run(run_file: Path, tmp_path
         run_alone(Case(run_file, tmp_path / "end", None, given))
 
 
+def test_a_skipped_step_moves_no_bias_of_experts(tmp_path: Path) -> None:
+    """Nor does its load the next one's: a run that is resumed in between would not know of it."""
+    experts = {"num_experts": 4, "experts_per_token": 2, "balance": "bias", "balance_rate": 0.01}
+    run_file = make_project(tmp_path, model={"tie_embeddings": False} | experts)
+
+    def run(name: str, steps: int) -> list[dict]:
+        given = overrides("fp16", HIGH, f"train.steps={steps}", folder=tmp_path / f"{name} ck")
+        return run_alone(Case(run_file, tmp_path / name, overrides=given))
+
+    assert column(run("whole", 3), "grad_norm")[0] is None
+    run("resumed", 1)
+    biases = [
+        tensor for name, tensor in saved_tensors(tmp_path / "resumed ck").items() if "router.bias" in name
+    ]
+    assert biases and not any(bias.any() for bias in biases)
+    run("resumed", 3)
+    assert same_saved(tmp_path / "resumed ck", tmp_path / "whole ck")
+
+
 def test_a_batch_without_a_trained_token_leaves_the_weights(run_file: Path, tmp_path: Path) -> None:
     """Momentum and decay alone would move them. So it is under a plan, and resumed."""
     corpus = IndexedDataset(run_file.with_name("corpus"))

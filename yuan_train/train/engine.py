@@ -126,7 +126,7 @@ class Progress:
             step=self.step + 1,
             sequences=self.sequences + batch,
             tokens=self.tokens + tokens,
-            skipped=self.skipped + (result.skipped or result.is_empty),
+            skipped=self.skipped + (not result.is_stepped),
             scaler=scaler,
         )
 
@@ -173,6 +173,11 @@ class StepResult:
     """Of pairs: the share in which the chosen answer is ahead, and by how much on average."""
     tokens: int | None = None
     """Read in the step; None: a global batch of whole sequences."""
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether all ranks have stepped their weights."""
+        return not (self.skipped or self.is_empty)
 
 
 @dataclass(frozen=True)
@@ -447,12 +452,14 @@ class ExpertLoad:
         return {f"layers.{i}.router.bias": r.bias for i, r in self._routers if r.bias is not None}
 
     @torch.no_grad()
-    def balance(self) -> None:
-        """Move the biases by the load of the step that has ended; collective over all ranks."""
+    def balance(self, *, moves: bool) -> None:
+        """Count the load of the step that has ended, and move the biases by it; collective over all ranks."""
         if self._model.balance != "bias":
             return
         load_LN = self._sum()
         self._counted += load_LN
+        if not moves:
+            return
         # The total against N times the load: both are whole numbers.
         move_LN = (load_LN.sum(dim=1, keepdim=True) - load_LN * self._model.num_experts).sign()
         for layer, router in self._routers:

@@ -220,8 +220,6 @@ class Trainer:
         factor = (clip / (grad_norm + 1e-6) if clip and grad_norm > clip else 1.0) / request.scale
         with as_training_error(self.runtime.coord):
             self.optimizer.step(request.lr, factor=factor)
-        if self.expert_load is not None:
-            self.expert_load.balance()
 
     def evaluate(self, job: Job, step: int) -> float | None:
         if job.validation is None or not job.validates_after(step):
@@ -306,7 +304,10 @@ def train_step(trainer: Trainer, request: StepRequest) -> StepResult:
         square = _finish_reductions(runtime, trainer.device.torch)
     square, loss = trainer.device.to_host(torch.stack([square, trainer.loss])).split(1)
     measures = None if trainer.pair_loss is None else trainer.device.to_host(trainer.measures)
-    return end_step(trainer, request, RankTerms(square, loss, request.scale, measures))
+    result = end_step(trainer, request, RankTerms(square, loss, request.scale, measures))
+    if trainer.expert_load is not None:
+        trainer.expert_load.balance(moves=result.is_stepped)
+    return result
 
 
 def _finish_reductions(runtime: RankRuntime, device: torch.device) -> torch.Tensor:
