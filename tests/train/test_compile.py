@@ -1,15 +1,19 @@
 """Training with compiled layers: the curve and the checkpoint of plain ones; what is refused at the start."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.support.project import difference, make_project, parse_plan, read_metrics, run_config
+from tests.support.project import difference, make_plan, make_project, parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, run_alone, run_cases
 from yuan_train.cli.main import main
 from yuan_train.config.errors import ConfigError
+from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.profile import load_profile
 from yuan_train.models import transformer
 from yuan_train.train.job import Position, check_compiler, compiler_fault, prepare
@@ -108,3 +112,15 @@ def test_a_machine_that_cannot_compile_is_refused_before_the_start(
             check_compiler(CPU)
     monkeypatch.setattr(transformer, "BACKEND", "eager")
     check_compiler(CPU)
+
+
+def test_only_what_is_compiled_needs_a_folder_for_it(run_file: Path, tmp_path: Path) -> None:
+    """Torch makes the folder when its compiler is imported, which `launch` does for all ranks."""
+    save_plan(tmp_path / "plan.yaml", make_plan(run_config(run_file), [[2, 2]]))
+    given = ["--config", str(run_file), "--plan", str(tmp_path / "plan.yaml"), "train.steps=1"]
+    cases = ((), 0, "step 1/1"), (("train.compile=true",), 2, "error: train.compile: true, but it fails")
+    for more, code, words in cases:
+        line = [sys.executable, "-m", "yuan_train", "launch", *given, *more]
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": "/proc/none"}
+        ran = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert ran.returncode == code and words in ran.stderr and "Traceback" not in ran.stderr, ran.stderr

@@ -57,13 +57,14 @@ _HEARD = (signal.SIGTERM, signal.SIGINT)
 
 
 def import_modules(names: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Import what forked processes need, where it is installed, with these variables set. No thread starts:
+    """Import what forked processes need, where that can be done, with these variables set. No thread starts:
     a forked process has none of its parent's, but their locks."""
     before = dict(os.environ)
     # numpy's OpenBLAS else starts its threads at once.
     os.environ.update({"OPENBLAS_NUM_THREADS": "1", **variables})
     for name in names:
-        with suppress(ModuleNotFoundError):
+        # Torch's compiler asks for a folder of files (TORCHINDUCTOR_CACHE_DIR), which not every run needs.
+        with suppress(ModuleNotFoundError, OSError):
             importlib.import_module(name)
     _set_environment(before)
     # One that collects garbage would look through all of it, and so copy each page.

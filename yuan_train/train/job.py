@@ -489,8 +489,8 @@ def _find(*names: str | None) -> str | None:
 
 def _trial_fault(device: torch.device) -> str | None:
     """What a small function's compilation fails with; None if it does not."""
-    function = torch.compile(torch.nn.functional.silu, backend=transformer.BACKEND, dynamic=False)
     try:
+        function = torch.compile(torch.nn.functional.silu, backend=transformer.BACKEND, dynamic=False)
         function(torch.ones(64, device=device))
     except Exception as error:  # Compilers, linkers and file systems may raise anything.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
