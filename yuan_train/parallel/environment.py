@@ -273,8 +273,14 @@ def holding(directory: str | Path, name: str, what: str, within: float = LEASE_S
         if file is not None:
             # Who waits has the file that is gone, and opens the next one.
             with suppress(OSError):
-                path.unlink()
+                if _is_at(path, file):
+                    path.unlink()
             os.close(file)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether an open file is still that of a path, which others may remove or take over. Raises OSError."""
+    return os.fstat(file).st_ino == path.stat().st_ino
 
 
 def _read_holder(path: Path) -> str:
@@ -290,7 +296,7 @@ def _lock(path: Path) -> int | None:
     try:
         # Not `flock`, which processes that are forked from the holder would keep.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file).st_ino != path.stat().st_ino:
+        if not _is_at(path, file):
             raise BlockingIOError
     except (BlockingIOError, PermissionError, FileNotFoundError):
         os.close(file)

@@ -58,10 +58,12 @@ from yuan_train.train.ending import ending_together, explaining_memory
 from yuan_train.train.engine import Progress, StepRecord, StepRequest, StepResult, World, step_metrics
 from yuan_train.train.job import Job
 from yuan_train.train.metrics import StepMetrics, close_quietly, open_after, write_lines
-from yuan_train.train.run import run_loop
+from yuan_train.train.run import differences, run_loop
 from yuan_train.train.step import Trainer
 
 SAMPLES_PER_STEP = 4
+PARTS = ("data", "generation", "reward", "algorithm", "critic", "schedule", "environment")
+"""Of a run, beside the policy's: it is told if a resumed one has others."""
 CURVES = (
     "reward",
     "reward_std",
@@ -361,7 +363,9 @@ class PolicyEngine:
         self._collector, self._roles = self._make_collector()
         if self._job.run.evaluation.at_start and progress.step == 0:
             self._at_start = self._measure(0)
-        return None
+        saved = job.checkpoint.state.get("rl", {}) if job.checkpoint is not None else {}
+        changed = differences(saved.get("run", {}), as_plain(self._job.run), PARTS)
+        return "\n".join(f"note: not as in the run that saved it: {change}" for change in changed) or None
 
     def step(self, request: StepRequest) -> StepResult:
         runtime, before, collector = self._trainer.runtime, self._progress, self._collector

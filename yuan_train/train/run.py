@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -418,9 +418,14 @@ def changes(job: Job) -> list[str]:
     """What of training is another than in the run that saved the checkpoint, as `KEY OLD -> NEW`."""
     if job.checkpoint is None:
         return []
-    saved, now = job.checkpoint.state.get("run", {}), as_plain(job.run)
+    parts = ("model", "train", "data", "optimizer", "objective")
+    return differences(job.checkpoint.state.get("run", {}), as_plain(job.run), parts)
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
+    """What is another than saved in some parts of a run, as `KEY OLD -> NEW`."""
     found: list[str] = []
-    for part in ("model", "train", "data", "optimizer", "objective"):
+    for part in parts:
         before, after = flatten(saved.get(part, {}), part), flatten(now.get(part, {}), part)
         found += [
             f"{key} {before[key]} -> {value}"
