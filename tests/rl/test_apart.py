@@ -41,6 +41,7 @@ from yuan_train.rl.apart import (
     Answered,
     Desk,
     Offers,
+    RemoteCollector,
     _Server,  # pyright: ignore[reportPrivateUsage]
 )
 from yuan_train.rl.experience import Sample, Ticket
@@ -114,6 +115,29 @@ def test_the_bound_on_staleness_holds_where_a_resumed_run_has_larger_batches(tmp
     lines = read_lines(tmp_path)
     assert [line["staleness_max"] for line in lines] == [0, 1, 1, 1, 0, 1, 1, 1]
     assert [line["next_ticket"] for line in lines] == [2, 4, 6, 8, 12, 16, 20, 24]
+
+
+def run_noting_tickets(rank: int, case: RLCase) -> None:
+    """What engines are asked is noted beside the log."""
+    issue = RemoteCollector._issue
+
+    def note(self: RemoteCollector, tickets: Any, params: Any) -> None:
+        if self._engines.is_controller:
+            with (case.folder / "asked").open("a") as file:
+                file.writelines(f"{ticket.number}\n" for ticket in tickets)
+        issue(self, tickets, params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteCollector, "_issue", note)
+        run_cases_of_rank(rank, [case])
+
+
+def test_engines_are_asked_for_no_batch_behind_the_last(tmp_path: Path) -> None:
+    """A run need not wait for answers that nobody trains."""
+    path = write_rl(tmp_path)
+    spawn(run_noting_tickets, 5, RLCase(path, tmp_path, roles_of(path, staleness=2), ("train.steps=3",)))
+    assert (tmp_path / "asked").read_text().split() == [str(number) for number in range(6)]
+    assert [line["staleness_max"] for line in read_lines(tmp_path)] == [0, 1, 2]
 
 
 def run_slowly(rank: int, case: RLCase, planned: int) -> None:

@@ -208,6 +208,7 @@ def test_other_objectives_train_adapters(tmp_path: Path, kind: str) -> None:
     ("options", "message"),
     [
         (("lora={rank: 0}",), "lora.rank: .*greater than 0"),
+        (("lora={rank: 100000000000000000000}",), "lora.rank: .*less than or equal to 65536"),
         (
             ("lora={rank: 2, targets: [out, gate]}",),
             r"'gate' is no matrix of a layer \(has: value, query_key",

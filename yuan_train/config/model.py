@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from yuan_train.config.errors import CheckpointError, ConfigError, Violation, YuanError
 from yuan_train.config.load import (
@@ -718,7 +718,7 @@ def load_model(path: str | Path, overrides: tuple[str, ...] = ()) -> ModelConfig
 class LoraConfig:
     """Which matrices of each layer have adapters, and of what rank."""
 
-    rank: Annotated[int, Gt(0)]
+    rank: Annotated[int, Gt(0), Le(1 << 16)]
     """Rows of A and columns of B in each adapter."""
     alpha: Annotated[float, Gt(0), Lt(math.inf)] | None = None
     """Adapters are scaled by alpha / rank; None: the rank, as in the paper."""

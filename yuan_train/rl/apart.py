@@ -391,11 +391,13 @@ class RemoteCollector(Collector):
 
     def begin(self, version: int, *, first_ticket: int) -> None:
         """Publish the weights of `version` batches, and issue all tickets that it allows from the first that
-        no batch has had. A run that was resumed may have had other batches before."""
+        no batch has had, but for batches behind the run's end. A run that was resumed may have had other
+        batches before."""
         self.publish(version)
         self._tell_leaves()
-        per_step = self._job.run.train.prompts_per_step
-        limit = first_ticket + (newest_batch(version, self._staleness) + 1 - version) * per_step
+        per_step, end = self._job.run.train.prompts_per_step, self._job.run.train.steps
+        batches = min(newest_batch(version, self._staleness) + 1, end) - version
+        limit = first_ticket + batches * per_step
         first = max(self._issued, first_ticket)
         # In messages of a batch each: an engine takes new weights between two of them.
         for start in range(first, limit, per_step):
