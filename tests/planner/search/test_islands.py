@@ -1,6 +1,7 @@
 """Thousands of cards: the time limit is kept; islands of alike nodes, priced as the whole plan."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
 from yuan_train.planner.search import islands
-from yuan_train.planner.search.candidate import Candidate, Space
+from yuan_train.planner.search.candidate import Candidate, Space, TimeLimit
 from yuan_train.planner.search.drafts import plan_of
 from yuan_train.planner.search.find import Plans
 from yuan_train.planner.search.search import search_plan
@@ -73,6 +74,7 @@ def test_a_time_limit_leaves_a_lawful_plan_on_thousands_of_cards():
 
 
 NODES = group("A100-80G", 9, 4, 25e9), group("RTX-4090", 7, 4, 5e9), group("H100-80G", 4, 8, 12.5e9)
+NO_LIMIT = TimeLimit(lambda: 0.0, 0.0, math.inf)
 
 
 def made(problem: PlanProblem, count: int):
@@ -80,7 +82,7 @@ def made(problem: PlanProblem, count: int):
     options = read_options(SearchConfig(), micro_batch_size=1, model=problem.model, num_cards=96)
     island = islands._make_island(costs, options, count)
     assert island is not None
-    return costs, island.searched(2_000, seed=1)
+    return costs, island.searched(NO_LIMIT, 2_000, seed=1)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -123,7 +125,7 @@ def test_many_cards_are_searched_as_islands_within_the_limits_of_the_search_keys
 def test_the_price_of_an_island_counts_what_is_on_hosts(count: int) -> None:
     problem = replace(on_nodes(*NODES, batch=48, num_layers=400), memory_fraction=0.06)
     costs, island = made(problem, count)
-    found = replace(island, space=island.beside, steps=(), drafts=()).searched(4_000, seed=1)
+    found = replace(island, space=island.beside, steps=(), drafts=()).searched(NO_LIMIT, 4_000, seed=1)
     plans = [islands._plan_of_all(costs, found, plan_of(found.tables, draft)) for draft in found.drafts]
     stages = [stage for plan in plans if plan for stage in plan.stages]
     assert any(stage.optimizer_offload or stage.activation_offload for stage in stages)
