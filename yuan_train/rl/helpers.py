@@ -42,6 +42,8 @@ START_SECONDS = 120.0
 READ_BYTES = 1 << 16
 LOOK_SECONDS = 0.1
 """Between two looks at the clock."""
+ENDING_SECONDS = 5.0
+"""How long a run that has failed waits for its thread that scores."""
 
 Key = tuple[int | str, int]
 """A ticket, and the number of an answer."""
@@ -170,6 +172,7 @@ class Scorers:
         self._workers: list[_Scorer] = []
         self._did_not_load = False
         """Of this batch: whether a process could not load the functions, as the first one could."""
+        self.is_abandoned = False
         functions = [
             {key: getattr(f, key) for key in ("name", "python", "url", "pattern", "label", "batch")}
             for f in config.functions
@@ -201,11 +204,19 @@ class Scorers:
         self._did_not_load = False
         try:
             while len(found) < len(groups):
+                if self.is_abandoned:
+                    raise _Failed("were abandoned")
                 self._hand_out(waiting, groups)
                 self._collect(found)
         except _Failed as error:
             raise OSError(str(error)) from None
         return [found[number] for number in range(len(groups))]
+
+    def abandon(self) -> None:
+        """End `score` in another thread, which wakes when its processes end; it raises OSError."""
+        self.is_abandoned = True
+        for worker in tuple(self._workers):
+            worker.process.kill()
 
     def _hand_out(self, waiting: deque[int], groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Give each idle process a group; start processes while more groups wait than load the functions."""
@@ -327,8 +338,10 @@ class ScoringThread:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._ends = True
         self._given.put(None)
-        if kind is None:
-            self._thread.join()
+        if kind is not None:
+            self._scorers.abandon()
+        # Who is told of scores may wait for a controller that the failed run has lost.
+        self._thread.join(None if kind is None else ENDING_SECONDS)
 
     def score(
         self, groups: Sequence[Sequence[Mapping[str, Any]]], then: Callable[[list[Scores] | str], None]
@@ -338,12 +351,9 @@ class ScoringThread:
         self._given.put((groups, then))
 
     def _run(self) -> None:
-        try:
+        # Who listens to a lost peer says so.
+        with suppress(LostPeer):
             self._score_all()
-        except Exception as error:
-            # Who listens to a lost peer says so; and where a run fails, its processes end under this thread.
-            if not (self._ends or isinstance(error, LostPeer)):
-                raise
 
     def _score_all(self) -> None:
         while not self._ends and (first := self._given.get()) is not None:
@@ -357,6 +367,8 @@ class ScoringThread:
             try:
                 scores = self._scorers.score(groups)
             except OSError as error:
+                if self._scorers.is_abandoned:
+                    return
                 for _, then in given:
                     then(f"the reward functions' processes cannot be used: {error}")
                 continue
