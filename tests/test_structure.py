@@ -43,7 +43,7 @@ ROOMS = {
     "profile": (5, 1388),
     "report": (5, 1730),  # cards with their state, plans over time, logs that grow
     "rl": (15, 7175),  # environments of what servers draw: a request a turn
-    "schedule": (7, 2095),  # what makes programs is a value; programs with copies, which the planner had
+    "schedule": (7, 2094),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 1956),  # rounds without a meeting, seats, a lease of who is cut off
     "train": (13, 6438),  # it is noted how long a rank stood still

@@ -117,7 +117,7 @@ def in_parts(program: RankProgram, offloads: Offloads) -> RankProgram:
             continue
         order = range(offload.num_parts)
         parts = order if step.kind == "forward" else reversed(order)
-        steps += [step._replace(part=part) for part in parts]
+        steps += [Step(*step[:3], part) for part in parts]
     return tuple(steps)
 
 
@@ -215,7 +215,7 @@ class _Placement:
                 return step.stage
             self._out.append(step)
             if leaves and self._is_long(kept_by(step)):
-                self._out.append(step._replace(kind="offload"))
+                self._out.append(Step("offload", *kept_by(step)))
                 self._pools[step.stage].pending.append(kept_by(step))
             self._drop(step)
         evicted = {kept_by(step) for step in self._out if step.kind == "evict"}
@@ -287,21 +287,20 @@ def group_copies(program: RankProgram) -> dict[Step, PartSteps]:
 
     A copy belongs to the next part, or to the step before it if no compute follows at once.
     """
-    groups: dict[Step, PartSteps] = {}
+    groups: dict[Step, list[tuple[int, tuple[Step, ...]]]] = {}
     copies: list[Step] = []
+    whole = None
     for step in program:
         if step.kind in COPIES:
             copies.append(step)
         elif step.kind in COMPUTE:
-            whole = step._replace(part=-1)
-            known = groups.get(whole, PartSteps((), (), ()))
-            groups[whole] = PartSteps((*known.parts, step.part), (*known.before, tuple(copies)), known.after)
+            whole = Step(*step[:3])
+            groups.setdefault(whole, []).append((step.part, tuple(copies)))
             copies.clear()
-    if copies:
-        last = next(step for step in reversed(program) if step.kind in COMPUTE)._replace(part=-1)
-        known = groups[last]
-        groups[last] = PartSteps(known.parts, known.before, tuple(copies))
-    return groups
+    return {
+        step: PartSteps(*zip(*found, strict=True), after=tuple(copies) if step == whole else ())
+        for step, found in groups.items()
+    }
 
 
 def kept_bytes(program: RankProgram, held: Mapping[int, Sequence[float]]) -> tuple[float, float]:
