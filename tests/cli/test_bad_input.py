@@ -52,7 +52,8 @@ def test_what_is_read_is_not_written_over(run_file: Path, tmp_path: Path, refuse
     for out in (cluster, tmp_path / "." / ".." / tmp_path.name / "c.yaml", run_file):
         assert "wanted another file" in refuse(*words, "--out", out)
     assert f"--report: {page} is that of --out too" in refuse(*words, "--out", page, "--report", page)
-    assert "that of --profile too" in refuse(*words, "--profile", page, "--out", page)
+    for profiles in (page, f"{tmp_path / 'a.json'},{page}"):
+        assert "that of --profile too" in refuse(*words, "--profile", profiles, "--out", page)
     plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
     assert "--trace" in refuse("simulate", "--plan", plan, "--trace", plan)
     assert cluster.read_text().startswith("name: c")

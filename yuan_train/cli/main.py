@@ -160,8 +160,8 @@ def _keep_files(parsed: argparse.Namespace) -> None:
     """Raise YuanError if a file that is written is one that is read, or is written twice."""
     files: dict[str, str] = {}
     for name in ("cluster", "config", "model", "plan", "profile", "out", "report", "trace"):
-        path = getattr(parsed, name, None)
-        if isinstance(path, str) and path:
+        given = str(getattr(parsed, name, None) or "")
+        for path in filter(None, given.split(",") if name == "profile" else [given]):
             other = files.setdefault(os.path.realpath(path), name)
             if other != name and name in ("out", "report", "trace"):
                 raise YuanError(f"--{name}: {path} is that of --{other} too; wanted another file")
