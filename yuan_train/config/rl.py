@@ -49,7 +49,9 @@ ServerKind = Literal["auto", "yuan_train", "vllm", "sglang"]
 NotNegative = Annotated[float, Ge(0)]
 LEAST_TEMPERATURE = 1e-3
 """Of a draw: below it, and above 0, logits divided by the temperature are not finite in fp32."""
-Bounds = tuple[float, float]
+LARGEST_REWARD = 1e12
+"""Rewards beyond it, plus or minus, have squares and sums that do not tell answers apart, or overflow."""
+Reward = Annotated[float, Ge(-LARGEST_REWARD), Le(LARGEST_REWARD)]
 
 SCALE_OF: dict[str, Scale] = {
     "group": "group",
@@ -138,7 +140,7 @@ class RewardFunction:
     """Of `regex`, whose first group is compared with the answer; and of `format`, which a text matches."""
     batch: bool = False
     """The function gets all answers to a prompt at once, each parameter as a list, and returns a list."""
-    weight: float = 1.0
+    weight: Reward = 1.0
     """Of the score, in the reward."""
 
     @property
@@ -155,7 +157,7 @@ class RewardModelConfig:
 
     checkpoint: str
     """Of a run with `objective: {kind: reward}`."""
-    weight: float = 1.0
+    weight: Reward = 1.0
     """Of the score, in the reward."""
 
 
@@ -169,7 +171,7 @@ class TeacherConfig:
 
     checkpoint: str
     """Of a run that trains a language model, or of `import-hf`."""
-    weight: Annotated[float, Gt(0)] = 1.0
+    weight: Annotated[float, Gt(0), Le(LARGEST_REWARD)] = 1.0
     """Of these differences, beside the advantages that come of rewards."""
 
 
@@ -179,7 +181,7 @@ class OverlongConfig:
 
     buffer: Annotated[int, Ge(0)] = 0
     """The last tokens before max_new_tokens in which the penalty rises; 0: no penalty."""
-    penalty: NotNegative = 1.0
+    penalty: Annotated[float, Ge(0), Le(LARGEST_REWARD)] = 1.0
     """What an answer of max_new_tokens loses."""
 
 
@@ -206,10 +208,10 @@ class RewardConfig:
     """Longest time for the answers to one prompt, imports not counted; then the process is ended."""
     on_error: Literal["drop", "stop"] = "drop"
     """If a function raises, hangs or returns no number: drop the group and count it, or stop the run."""
-    clip: Bounds | None = None
+    clip: tuple[Reward, Reward] | None = None
     """Smallest and largest reward."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    truncated: float | None = None
+    truncated: Reward | None = None
     """The reward of an answer that reached max_new_tokens, whatever it says; None: as it scores."""
 
     @property

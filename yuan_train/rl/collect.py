@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from yuan_train.config.errors import TrainingError, YuanError
-from yuan_train.config.rl import RewardConfig
+from yuan_train.config.rl import LARGEST_REWARD, RewardConfig
 from yuan_train.data.prompts import Prompt, text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.groups import gather_objects, guard_world_collective, share_object, wait_for_world
@@ -24,9 +24,6 @@ from yuan_train.rl.passes import ReadingModel, score_error
 from yuan_train.rl.roles import RemoteReadingModel
 from yuan_train.train.agreement import raise_together
 from yuan_train.train.step import Trainer
-
-LARGEST_REWARD = 1e12
-"""Rewards beyond it, plus or minus, have squares and sums that do not tell answers apart, or overflow."""
 
 
 @dataclass(frozen=True)
