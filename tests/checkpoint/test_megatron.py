@@ -14,9 +14,10 @@ import torch
 from tests.support.hf_decoders import save_model
 from tests.support.models import tiny_model
 from tests.support.yuan_hf import GOLDEN, Evil
-from yuan_train.checkpoint.hf import import_hf
+from yuan_train.checkpoint.hf import import_hf, weights_state
 from yuan_train.checkpoint.load import Checkpoint, find_checkpoint, load_weights
 from yuan_train.checkpoint.megatron import FILE, export_megatron, import_megatron
+from yuan_train.checkpoint.save import save_checkpoint
 from yuan_train.cli.main import main
 from yuan_train.config.errors import CheckpointError
 from yuan_train.models.transformer import Transformer, init_weights
@@ -86,6 +87,34 @@ def test_sizes_are_those_of_before(tmp_path: Path) -> None:
     import_megatron(out, tmp_path / "back")
     again = find_checkpoint(tmp_path / "back").model
     assert {key: getattr(again, key) for key in changes} == changes
+
+
+KEYS: tuple[str, ...] = ("reset_position_ids", "reset_attention", "reset_filter", "mask_loss_after_eod")
+
+
+@pytest.mark.parametrize("told", [(False,) * 4, (True, False, True, True), (True, True, False, False)])
+def test_what_is_done_at_document_ends(
+    told: tuple[bool, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the original code has no word for, or does not always do, is said."""
+    model, data = Transformer(tiny_model("yuan")), dict(zip(KEYS, told, strict=True))
+    tensors = {f"weights.{name}": torch.zeros(weight.shape) for name, weight in model.named_parameters()}
+    save_checkpoint(tmp_path / "a", step=1, tensors=tensors, state=weights_state(model.config, data))
+    ranks = tmp_path / "ranks"
+    assert main(["export-megatron", str(tmp_path / "a"), "--out", str(ranks)]) == 0
+    said = capsys.readouterr().err
+    notes = "ignores its reset_attention_mask", "no word for reset_filter"
+    assert tuple(note in said for note in notes) == told[1:3]
+    import_megatron(ranks, tmp_path / "back")
+    assert find_checkpoint(tmp_path / "back").state["run"]["data"] == data
+    file = ranks / "release" / "mp_rank_00" / FILE
+    rewrite(file, lambda c: c["args"].__dict__.update(use_flash_attn=True))
+    done = import_megatron(ranks, tmp_path / "flash")
+    assert not find_checkpoint(tmp_path / "flash").resets["reset_attention"]
+    assert ("reset_attention_mask is left out" in done.notes[-1]) == told[1]
+    rewrite(file, lambda c: c["args"].__dict__.pop("reset_position_ids"))
+    assert "do not say what was reset" in import_megatron(ranks, tmp_path / "silent").notes[-1]
+    assert find_checkpoint(tmp_path / "silent").resets["reset_position_ids"]
 
 
 M32 = Path(GOLDEN).parent / "yuan_m32_hf_tiny_a"

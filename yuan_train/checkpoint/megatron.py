@@ -186,6 +186,13 @@ MAX_LISTED = 5
 """Differences that a message lists."""
 OWN = "yuan_train"
 """Argument of ours, with what the original code has fixed."""
+AT_DOCUMENT_ENDS = {
+    "reset_position_ids": "reset_position_ids",
+    "reset_attention": "reset_attention_mask",
+    "mask_loss_after_eod": "eod_mask_loss",
+    "reset_filter": "reset_filter",
+}
+"""By our key of a run's `data`: the original argument; of the last one there is none, so it is ours."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,7 @@ def import_megatron(folder: str | Path, out: str | Path, *, model: ModelConfig |
     notes = [f"{len(stages)} stages of {[stage[0].num_layers for stage in stages]} layers, {widths} wide"]
     tensors = _assemble(model, stages, folder)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    state = weights_state(model, {"reset_position_ids": True})
+    state = weights_state(model, _data_of(stages[0][0].arguments, notes))
     state["hf"] = {"dtype": dtype}
     path = save_streamed(out, tensors=tensors, state=state)
     count = sum(len(file.tensors) for stage in stages for file in stage)
@@ -340,6 +347,18 @@ def _heads_and_experts(arguments: Mapping[str, Any], folder: Path) -> dict[str, 
                 f"{folder}: its arguments have num_attention_router_heads {heads} and seq_length {length}; "
                 "unless they are equal, the original router mixes the tokens of a sequence"
             )
+    return found
+
+
+def _data_of(arguments: Mapping[str, Any], notes: list[str]) -> dict[str, bool]:
+    """What a run with these arguments did at document ends: keys of a run's `data`."""
+    if "reset_position_ids" not in arguments:
+        notes.append("the files do not say what was reset at document ends; taken: positions alone")
+        return {"reset_position_ids": True}
+    found = {key: arguments.get(original) is True for key, original in AT_DOCUMENT_ENDS.items()}
+    if found["reset_attention"] and arguments.get("use_flash_attn"):
+        notes.append("reset_attention_mask is left out: with use_flash_attn the original code ignores it")
+        found["reset_attention"] = False
     return found
 
 
@@ -475,7 +494,7 @@ def export_megatron(
             f"{checkpoint.path}: {model.num_attention_heads} heads over {tensor} ranks, tied embeddings: "
             f"{model.tie_embeddings}, attention: {model.attention}; the original code does not support this"
         )
-    reader = WholeTensorReader(checkpoint)
+    reader, arguments = WholeTensorReader(checkpoint), _arguments(checkpoint)
     with new_folder(out) as temporary:
         for stage in range(len(counts)):
             for rank in range(tensor):
@@ -483,7 +502,7 @@ def export_megatron(
                 rank_directory = temporary / "release" / name
                 rank_directory.mkdir(parents=True)
                 content = _rank_content(model, reader, counts, stage, rank, tensor, dtype)
-                torch.save(content, rank_directory / FILE)
+                torch.save(content | {"args": arguments}, rank_directory / FILE)
         (temporary / TRACKER).write_text("release\n", encoding="utf-8")
     return out
 
@@ -497,7 +516,7 @@ def _rank_content(
     width: int,
     dtype: torch.dtype | None,
 ) -> dict[str, Any]:
-    """The content of the file of one stage and tensor rank."""
+    """The content of the file of one stage and tensor rank, without the arguments."""
     mappings = {mapping.name: mapping for mapping in published_layout(model)}
 
     def shard_of(name: str, sharding: str) -> torch.Tensor:
@@ -522,12 +541,13 @@ def _rank_content(
         language["embedding"] = {"word_embeddings": {"weight": shard_of("embedding.weight", "rows")}}
     elif last:
         content["word_embeddings_for_head"] = {"weight": shard_of("embedding.weight", "rows")}
-    return {"checkpoint_version": 3.0, "iteration": 0, "args": _arguments(model), "model": content}
+    return {"checkpoint_version": 3.0, "iteration": 0, "model": content}
 
 
-def _arguments(model: ModelConfig) -> argparse.Namespace:
-    """The sizes, as the original code saves them."""
-    experts = {}
+def _arguments(checkpoint: Checkpoint) -> argparse.Namespace:
+    """The sizes, and what is done at document ends, as the original code saves them."""
+    model, experts = checkpoint.model, {}
+    data = checkpoint.state["run"].get("data", {}) | checkpoint.resets
     if model.num_experts:
         experts = {
             "num_experts": model.num_experts,
@@ -542,6 +562,7 @@ def _arguments(model: ModelConfig) -> argparse.Namespace:
         # The original code cuts the product with the width, which may be a bit less than a whole number.
         rotary_percent=min(1.0, math.nextafter(model.rotary_size / model.head_dim, 2.0)),
         **{OWN: {"norm_epsilon": model.norm_epsilon, "rotary_form": model.rotary_form}},
+        **{original: data.get(key, False) for key, original in AT_DOCUMENT_ENDS.items()},
         rotary_base=model.rope_base,
         **experts,
         num_layers=model.num_layers,

@@ -8,6 +8,12 @@ import sys
 
 from yuan_train.config.errors import ConfigError
 
+_FILTER = (
+    "the original code has no word for reset_filter: its filter sees earlier documents, as training here did "
+    "not; give the model one document at a time (import-megatron takes it up again)"
+)
+_ATTENTION = "reset_attention: with --use-flash-attn the original code ignores its reset_attention_mask"
+
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -42,5 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         stages=[int(word) for word in words] or None,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
     )
+    if checkpoint.resets["reset_filter"]:
+        print(f"note: {_FILTER}", file=sys.stderr)
+    if checkpoint.resets["reset_attention"]:
+        print(f"note: {_ATTENTION}", file=sys.stderr)
     print(json.dumps({"path": str(path)}) if arguments.json else f"{path}")
     return 0
