@@ -35,7 +35,7 @@ ROOMS = {
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),
-    "megatron": (4, 1115),
+    "megatron": (4, 1117),
     "models": (11, 3403),
     "objectives": (2, 196),
     "parallel": (17, 7543),  # directories that a run has for itself

@@ -4,11 +4,12 @@ Importing megatron-core takes seconds, so each test imports it once, in a proces
 """
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ import torch
 from tests.support.project import parse_plan, read_metrics, run_config
 from tests.support.ranks import Case, fork_cases, run_alone, run_forked_cases
 from tests.support.spawn import spawn
+from yuan_train.data.loader import IGNORED, Batch
 from yuan_train.models.attention import DocumentResets, find_resets
 from yuan_train.models.transformer import Transformer, init_weights
-from yuan_train.train.job import Position, prepare
+from yuan_train.train.job import Job, Position, prepare
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed (extra [megatron])"
@@ -111,16 +113,18 @@ def _without_cures(_: int, run_file: Path, folder: Path) -> None:
     if not torch.cuda.is_available():
         check_patches(run_file, folder)
     check_traps(run_file, folder)
-    check_logits(case(run_file, folder, None, MEGATRON))
-
-
-def check_logits(case: Case) -> None:
-    """They are ours, and what a stray change of them would do is seen: the third trap is megatron-core's
-    rotary embedding, which knows no positions that begin anew with each document."""
     from yuan_train.megatron.engine import build
 
-    job = prepare(run_config(case.run_file, *case.overrides), None, Position())
+    words = ("validation.every=1", "validation.batches=2")
+    job = prepare(run_config(run_file, *COMMON, MEGATRON, *words), None, Position())
     engine = build(job)[1]
+    check_logits(job, engine)
+    check_validation(job, engine)
+
+
+def check_logits(job: Job, engine: Any) -> None:
+    """They are ours, and what a stray change of them would do is seen: the third trap is megatron-core's
+    rotary embedding, which knows no positions that begin anew with each document."""
     model = engine.chunks[0].model
     ours = Transformer(job.run.model)
     init_weights(ours, seed=job.run.train.seed)
@@ -142,6 +146,26 @@ def check_logits(case: Case) -> None:
         assert away(logits(DocumentResets())) > SEEN
         model.decoder.layers[0].self_attention.filter.conv1.bias.add_(0.01)
         assert away(logits(resets)) > SEEN
+
+
+def check_validation(job: Job, engine: Any) -> None:
+    """A batch without a trained token is left out."""
+    validation = job.validation
+    assert validation is not None
+
+    def loss(*untrained: int) -> float:
+        def batch(first: int, count: int) -> Batch:
+            found = validation.batch(first, count)
+            if first // 8 in untrained:
+                found.targets.fill(IGNORED)
+            return found
+
+        samples = Mock(wraps=validation, masks=True, batch=batch)
+        return engine.evaluate(replace(job, validation=samples), 1)
+
+    with engine.reading():
+        assert loss() == pytest.approx((loss(0) + loss(1)) / 2)
+        assert math.isnan(loss(0, 1))
 
 
 # --- traps: faults of which megatron-core says nothing -----------------------------------------------------

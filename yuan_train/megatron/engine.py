@@ -427,16 +427,18 @@ class MegatronEngine:
         if job.validation is None or not job.validates_after(step):
             return None
         num_batches = job.run.validation.batches
-        size, total = self.world.grid.plan.global_batch_size, torch.zeros((), dtype=torch.float64)
+        size, num_counted = self.world.grid.plan.global_batch_size, 0
+        total = torch.zeros((), dtype=torch.float64)
         for chunk in self.chunks:
             chunk.module.eval()
         for batch in range(num_batches):
             then = (batch + 1) * size if batch + 1 < num_batches else None
             with torch.no_grad(), self._named_faults("validation"):
                 total += self._run_pass(job.validation, batch * size, then=then, dropout=False)
+            num_counted += self._pass.num_terms > 0
         sum_over_world(self.world.groups, self.world.coord, total, "the all-reduce of the validation loss")
         self.stopwatch.read()
-        return total.item() / num_batches
+        return total.item() / num_counted if num_counted else math.nan
 
     def describe(self, job: Job, record: StepRecord) -> StepMetrics:
         return step_metrics(job, record)
@@ -478,7 +480,7 @@ class MegatronEngine:
         self.batches.clear()
         self._pass = _Pass(
             first_sample=first_sample + self.world.grid.first_sequence(coord),
-            num_terms=max(num_terms(self.feed, self.world, samples, first_sample), 1),
+            num_terms=num_terms(self.feed, self.world, samples, first_sample),
             dropout=dropout,
             finite=torch.ones((), dtype=torch.bool, device=self.device.torch),
         )
@@ -537,7 +539,7 @@ class MegatronEngine:
 
     def _loss(self, labels: torch.Tensor, losses_BS: torch.Tensor) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """(the micro-batch's share of the mean loss, tokens that megatron-core ignores, the share again)."""
-        share = (losses_BS * (labels >= 0)).sum() / self._pass.num_terms
+        share = (losses_BS * (labels >= 0)).sum() / max(self._pass.num_terms, 1)
         return share, torch.tensor(0, dtype=torch.int), share.detach()
 
     @contextmanager
