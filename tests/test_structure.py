@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoint": (7, 3006),  # which one a run begins with, which train asked
     "cli": (29, 7361),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6397),  # experts that a rank holds, asked of a plan
-    "data": (7, 3083),  # what is no text is named; bytes of pieces
+    "data": (7, 3084),  # what is no text is named; bytes of pieces
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),

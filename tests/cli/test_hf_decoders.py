@@ -126,6 +126,11 @@ def test_generation_ends_where_the_published_config_says(
     assert again["new_ids"] == first[:1]
 
 
+def test_too_many_new_tokens_are_refused_before_the_prompt_is_printed(imported: Path, refuse: Refuse) -> None:
+    said = refuse(*generate(imported, "--prompt", "a", "--max-new-tokens", 10**6))
+    assert "error: 2 prompt tokens and 1000000 new ones exceed" in said
+
+
 def test_logits_do_not_restart_at_the_end_of_a_document(imported: Path, tmp_path: Path) -> None:
     ids = [BEGIN, 5, 6, END, BEGIN, 7, 8, 9]
     words = ("--token-ids", ",".join(map(str, ids)), "--logits", tmp_path / "logits.safetensors")
@@ -152,6 +157,11 @@ def test_logits_do_not_restart_at_the_end_of_a_document(imported: Path, tmp_path
         ({}, ["--prompt-ids", "1"], "--chat needs --prompt"),
         ({"chats.jsonl": "{\n"}, ["--prompts", "chats.jsonl"], "is not JSON"),
         ({"chats.jsonl": '{"messages": [{"role": 1}]}'}, ["--prompts", "chats.jsonl"], "holds no messages"),
+        (
+            {"chats.jsonl": '\n{"messages": [{"role": "tool", "content": "x"}]}'},
+            ["--prompts", "chats.jsonl"],
+            "error: chats.jsonl:2: ",
+        ),
     ],
 )
 def test_chats_that_cannot_be_rendered(

@@ -69,6 +69,13 @@ def test_templates_that_rewrite_earlier_answers_are_refused(folder: Path, tmp_pa
         encode_chat(Tokenizer.load(tmp_path), CHAT, "chats.jsonl:3")
 
 
+def test_roles_that_a_template_refuses_are_named_by_their_line(folder: Path, tmp_path: Path) -> None:
+    chats = [{"messages": CHAT}, {"messages": [{"role": "tool", "content": "2"}, *CHAT]}]
+    path, form = write_lines(tmp_path / "chats.jsonl", chats), DocumentFormat(messages_key="messages")
+    with pytest.raises(DataError, match="chats.jsonl:2: .* the chat template cannot .*: unknown role tool"):
+        preprocess([path], folder, tmp_path / "chats", form, workers=1)
+
+
 def test_only_answers_have_a_loss(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     chats = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 4)
     chats.write_text(chats.read_text() + "\n")
@@ -199,6 +206,7 @@ def test_prompts_that_are_chats(tokenizer: Tokenizer, tmp_path: Path) -> None:
     [
         ([], "p.jsonl:1: no messages, so there is nothing to answer"),
         (CHAT, "p.jsonl:1: the last message is the assistant's, so there is nothing to answer"),
+        ([{"role": "tool", "content": "2"}], "p.jsonl:1: .* the chat template cannot .*: unknown role tool"),
         (["1+1?"], r"p.jsonl:1: not a list of messages; wanted \[..., \{\"role\": \"user\""),
     ],
 )

@@ -59,9 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     new_ids: list[list[int]] = [[] for _ in prompts]
     shown = not arguments.json and arguments.prompts is None
     decode = partial(text_of, tokenizer=tokenizer, special=arguments.special)
-    before = prompts[0] if shown and not arguments.chat else []
-    stream = _TextStream(decode, before) if shown and tokenizer is not None else None
-    for tokens in generate_batch(
+    drawn = generate_batch(
         trained.model,
         prompts,
         max_new_tokens=arguments.max_new_tokens,
@@ -69,7 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         documents=DocumentRules(eod_id=trained.eod_id, **trained.resets),
         stop_ids=trained.stop_ids,
-    ):
+    )
+    # Behind the checks of what is asked for: the stream prints the prompt at once.
+    before = prompts[0] if shown and not arguments.chat else []
+    stream = _TextStream(decode, before) if shown and tokenizer is not None else None
+    for tokens in drawn:
         for row, token in zip(new_ids, tokens, strict=True):
             row += [] if token is None else [token]
         if stream is not None:
@@ -91,17 +93,17 @@ def _prompts(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_s
     if tokenizer is None:
         raise DataError("the checkpoint holds no tokenizer; give --tokenizer DIR, or --prompt-ids")
     if arguments.prompts is None:
-        texts = [arguments.prompt]
+        texts = [("", arguments.prompt)]
     else:
         try:
             lines = Path(arguments.prompts).read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {why_unread(error)}") from None
-        texts = [line for line in lines if line.strip()]
+        texts = [(f"{arguments.prompts}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
     if arguments.chat:
         is_json = arguments.prompts is not None and arguments.prompts.endswith(".jsonl")
-        return [_encode_chat(tokenizer, text, vocab_size, is_json=is_json) for text in texts]
-    return [_encode(tokenizer, text, arguments.special, vocab_size) for text in texts]
+        return [_encode_chat(tokenizer, *text, vocab_size, is_json=is_json) for text in texts]
+    return [_encode(tokenizer, text, arguments.special, vocab_size) for _, text in texts]
 
 
 def _encode(tokenizer: Tokenizer, text: str, special: bool, vocab_size: int) -> list[int]:
@@ -109,15 +111,15 @@ def _encode(tokenizer: Tokenizer, text: str, special: bool, vocab_size: int) -> 
     return _checked([*tokenizer.prefix_ids, *ids] if ids else [], vocab_size)
 
 
-def _encode_chat(tokenizer: Tokenizer, text: str, vocab_size: int, *, is_json: bool) -> list[int]:
+def _encode_chat(tokenizer: Tokenizer, where: str, text: str, vocab_size: int, *, is_json: bool) -> list[int]:
     """Token ids of a user's message, or of a line with messages; the template adds all that goes around."""
     from yuan_train.data.tokenizer import render_chat
 
-    messages = _parse_messages(text) if is_json else [{"role": "user", "content": text}]
-    return _checked(tokenizer.encode(render_chat(tokenizer, messages), special=True), vocab_size)
+    messages = _parse_messages(text, where) if is_json else [{"role": "user", "content": text}]
+    return _checked(tokenizer.encode(render_chat(tokenizer, messages, where), special=True), vocab_size)
 
 
-def _parse_messages(line: str) -> list[dict[str, str]]:
+def _parse_messages(line: str, where: str) -> list[dict[str, str]]:
     """The messages of a line of JSON. Raises DataError."""
     from yuan_train.data.tokenizer import are_messages
 
@@ -125,10 +127,10 @@ def _parse_messages(line: str) -> list[dict[str, str]]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"--prompts: {line[:60]!r} is not JSON: {error}; {wanted}") from None
+        raise DataError(f"{where}: {line[:60]!r} is not JSON: {error}; {wanted}") from None
     messages = value.get("messages") if isinstance(value, dict) else None
     if not are_messages(messages):
-        raise DataError(f"--prompts: {line[:60]!r} holds no messages; {wanted}")
+        raise DataError(f"{where}: {line[:60]!r} holds no messages; {wanted}")
     return messages
 
 

@@ -270,7 +270,7 @@ def _prompt(record: dict[str, Any], tokenizer: Tokenizer | None, template: str, 
         raise DataError(f"{where}: text needs data.tokenizer; or give prompt_ids")
     if isinstance(prompt, list):
         check_question(prompt, where)
-        text = render_chat(tokenizer, prompt)
+        text = render_chat(tokenizer, prompt, where)
         ids = tuple(tokenizer.encode(text, special=True))
         return Prompt(ids, text, answer, columns, messages=tuple(prompt))
     if not isinstance(prompt, str):

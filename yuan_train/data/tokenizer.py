@@ -582,11 +582,11 @@ Message = Mapping[str, str]
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    tokenizer: Tokenizer, messages: Sequence[Message], where: str = "", *, add_generation_prompt: bool = True
 ) -> str:
     """The text of a chat; special tokens are written out in it. By default up to where the model answers.
 
-    Raises DataError without a template, and for a template that cannot be rendered.
+    Raises DataError without a template, and, naming `where`, for one that cannot be rendered with them.
     """
     template = tokenizer.settings.chat_template
     if template is None:
@@ -603,8 +603,9 @@ def render_chat(
             **tokenizer.settings.special_tokens,
         )
     except Exception as error:  # a template can raise anything: TypeError, RecursionError, ...
+        folder = f"{where}: {tokenizer.path.parent}" if where else f"{tokenizer.path.parent}"
         raise DataError(
-            f"{tokenizer.path.parent}: the chat template cannot be rendered: {type(error).__name__}: {error}"
+            f"{folder}: the chat template cannot be rendered: {type(error).__name__}: {error}"
         ) from None
 
 
@@ -706,8 +707,8 @@ def _segments(tokenizer: Tokenizer, messages: Sequence[Message], where: str) -> 
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render_chat(tokenizer, messages[:number])
-        whole = render_chat(tokenizer, messages[: number + 1], add_generation_prompt=False)
+        prompt = render_chat(tokenizer, messages[:number], where)
+        whole = render_chat(tokenizer, messages[: number + 1], where, add_generation_prompt=False)
         if not prompt.startswith(done) or not whole.startswith(prompt):
             raise DataError(
                 f"{where}: with message {number + 1} the chat template writes what came before it otherwise, "
@@ -716,7 +717,7 @@ def _segments(tokenizer: Tokenizer, messages: Sequence[Message], where: str) -> 
         yield prompt[len(done) :], False
         yield whole[len(prompt) :], True
         done = whole
-    whole = render_chat(tokenizer, messages, add_generation_prompt=False)
+    whole = render_chat(tokenizer, messages, where, add_generation_prompt=False)
     if whole.startswith(done):
         yield whole[len(done) :], False
 
