@@ -131,6 +131,27 @@ def test_too_many_new_tokens_are_refused_before_the_prompt_is_printed(imported: 
     assert "error: 2 prompt tokens and 1000000 new ones exceed" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "--token-ids", 1, "--logits", ".", "--checkpoint"], "--logits: . cannot be written"),
+        (["evaluate", "--data", "none", "--sequence-length", 0, "--checkpoint"], "wanted 1 to 4096, got 0"),
+        (["export-hf", "--out", ".", "--dtype", "float32"], ".: already exists"),
+        (["export-hf", "--out", "hf", "--shard-size", "inf"], "--shard-size: inf; wanted a number"),
+    ],
+)
+def test_places_and_numbers_that_are_refused(
+    imported: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refuse: Refuse,
+    words: list[object],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in refuse(*words, imported)
+
+
 def test_logits_do_not_restart_at_the_end_of_a_document(imported: Path, tmp_path: Path) -> None:
     ids = [BEGIN, 5, 6, END, BEGIN, 7, 8, 9]
     words = ("--token-ids", ",".join(map(str, ids)), "--logits", tmp_path / "logits.safetensors")

@@ -290,5 +290,6 @@ def test_write_text_is_atomic(tmp_path: Path) -> None:
     write_text(path, "two\n")
     assert path.read_text() == "two\n"
     assert [file.name for file in path.parent.iterdir()] == ["plan.yaml"]
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_text(path / "below_a_file.yaml", "three\n")
+    for wrong in (path / "below_a_file.yaml", path.parent, Path("/")):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            write_text(wrong, "three\n")

@@ -68,6 +68,7 @@ def test_the_seed_determines_the_tokens_and_the_global_generator_is_unused(make_
     before = torch.get_rng_state()
     runs = [list(generate(model, [1, 2], max_new_tokens=20, seed=seed)) for seed in (5, 5, 6)]
     assert runs[0] == runs[1] != runs[2]
+    assert runs[0] == list(generate(model, [1, 2], max_new_tokens=20, seed=5 + 2**64))
     assert torch.equal(before, torch.get_rng_state())
     assert len(list(generate(model, [1, 2], max_new_tokens=3))) == 3
 
@@ -152,7 +153,7 @@ def test_temperature_one_follows_the_probabilities():
     torch.testing.assert_close(counts, LOGITS.exp(), rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1e-40])
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 1e-40, 1e-320])
 def test_low_temperatures_sample_the_most_probable_token(temperature):
     assert set(samples(20, temperature=temperature)) == {0}
 

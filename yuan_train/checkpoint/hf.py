@@ -471,7 +471,7 @@ _RESETS_LOST = (
 
 def check_is_free(out: Path) -> None:
     """Raise CheckpointError if there is something where a folder is to be written."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not out.name or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise CheckpointError(f"{out}: already exists; give another --out")
 
 

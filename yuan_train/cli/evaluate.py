@@ -51,8 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         _report({"logits": arguments.logits, "shape": shape}, arguments.json)
         return 0
     data = checkpoint.state.get("run", {}).get("data", {})
-    length = arguments.sequence_length or data.get("sequence_length", checkpoint.model.max_sequence_length)
-    most = arguments.max_sequences
+    length, most = arguments.sequence_length, arguments.max_sequences
+    if length is None:
+        length = data.get("sequence_length", checkpoint.model.max_sequence_length)
     if arguments.pairs is not None:
         found = evaluate_pairs(trained, arguments.pairs, sequence_length=length, max_pairs=(most + 1) // 2)
     else:
@@ -86,7 +87,7 @@ def _write_logits(trained: TrainedModel, text: str, path: Path) -> list[int]:
     tokens_BS = torch.tensor([ids])
     with torch.no_grad():
         logits_BSV = trained.model.logits(hidden_states(trained, tokens_BS))
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.parent / f".{path.name}.tmp"
     try:
         save_file({"input_ids": tokens_BS, "logits": logits_BSV.contiguous()}, temporary)
         temporary.replace(path)

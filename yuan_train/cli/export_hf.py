@@ -33,7 +33,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Export and report."""
-    if not arguments.shard_size > 0:
+    if not 0 < arguments.shard_size < float("inf"):
         raise ConfigError(f"--shard-size: {arguments.shard_size}; wanted a number of gigabytes above 0")
     if arguments.push and not HUB_NAME.fullmatch(arguments.push):
         raise ConfigError(f"--push: {arguments.push!r}; wanted ORG/NAME, as models of the Hub are called")

@@ -34,10 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(f"# yaml-language-server: $schema={schema.resolve()}\n{text}")
-    except FileExistsError:
-        raise ConfigError(f"{path}: is there already; wanted another name (--out F), or remove it") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from None
+        there = "is there already; wanted another name (--out F), or remove it"
+        raise ConfigError(f"{path}: {there if path.exists() else f'cannot be written: {error}'}") from None
     places = text.count("FILL IN:")
     what = f"change what is marked FILL IN ({places} lines)" if places else "change what is not as yours"
     print(f"written: {path}; {what}", file=sys.stderr)

@@ -680,7 +680,7 @@ def dump_plain(plain: Any) -> str:
 def write_text(path: str | Path, text: str) -> None:
     """Write a file under a temporary name and rename it when complete. Raises ConfigError if it fails."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")

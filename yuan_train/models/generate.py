@@ -331,7 +331,7 @@ def generate_batch(
 
 def _generators(seed: int | None, count: int) -> list[torch.Generator]:
     first = torch.Generator("cpu").seed() >> 1 if seed is None else seed
-    return [torch.Generator("cpu").manual_seed(first + number) for number in range(count)]
+    return [torch.Generator("cpu").manual_seed((first + number) % (1 << 64)) for number in range(count)]
 
 
 def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
@@ -340,7 +340,7 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> 
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     # Subtract the maximum first: a tiny temperature may turn the others into -inf, but none into inf.
-    logits_V = (logits_V - logits_V.max()) / sampling.temperature
+    logits_V = (logits_V - logits_V.max()) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     sorted_V, order_V = logits_V.sort(descending=True, stable=True)
     if sampling.top_k:
         sorted_V = sorted_V[: sampling.top_k]
