@@ -1,5 +1,6 @@
 """Agents that are known to be gone, in the store where the others meet."""
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -157,6 +158,16 @@ def test_who_waits_gets_a_seat_beside_those_who_stay(open_room: OpenRoom) -> Non
         with pytest.raises(AssertionError):
             third.result()
     del store
+
+
+def test_another_agent_of_a_node_learns_of_the_end(met: Met, open_room: OpenRoom) -> None:
+    """It waits behind as many as the cluster has, for which torch has a list of its own."""
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(open_room(met.store.port, "c", 2, 0.1).enter, Agent("b", "c", HOST, 1))
+        while not (found := met.room._backend.get_state()) or not pickle.loads(found[0]).redundancy_list:
+            assert not late.done()
+        met.room.end(Ended(0, "all is done"))
+        assert late.result() is None
 
 
 def test_the_loss_of_the_store_is_one_error_whoever_asks(open_room: OpenRoom) -> None:

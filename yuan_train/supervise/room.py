@@ -31,7 +31,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -176,7 +180,8 @@ class Room:
             threading.Thread(target=self._begin_early, args=(set(expected), met), daemon=True).start()
         try:
             info = self._handler.next_rendezvous()
-        except RendezvousClosedError:
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            # The other one: while as many as the cluster has take part, as another agent of a node's sees.
             return None
         except (RuntimeError, RendezvousConnectionError) as error:
             raise lost_store(error) from error
