@@ -131,6 +131,33 @@ def test_a_fault_of_a_rank_is_said_before_torch_is_imported(
     assert len(said) == 1 and said[0].count("nowhere: no tokenizer") == 1
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ("RANK=1", "RANK: 1; wanted less than WORLD_SIZE, 1; the launcher sets both: unset RANK"),
+        ("RANK=2 WORLD_SIZE=2", "RANK: 2; wanted less than WORLD_SIZE, 2"),
+        ("RANK=one", "RANK: wanted a number, got 'one'"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=x", "MASTER_PORT: wanted 1 to 65535, got 'x'"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT: wanted 1 to 65535, got '65536'"),
+    ],
+)
+def test_variables_of_a_launcher(
+    variables: str,
+    expected: str,
+    run_file: Path,
+    tmp_path: Path,
+    refuse: Refuse,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some systems set some of them for processes that are no ranks."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
+    more = ("--plan", plan) if "WORLD_SIZE" in variables else ()
+    assert f"error: environment variable {expected}" in refuse("train", "--config", run_file, *more)
+
+
 @pytest.mark.parametrize("command", ["train", "rl"])
 def test_ranks_without_their_cards_end_by_themselves(
     run_file: Path, tmp_path: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch, command: str

@@ -98,12 +98,14 @@ class Meeting:
 
     @classmethod
     def of_launcher(cls) -> Meeting:
-        """As the launcher's environment variables say. Raises TrainingError if one is missing."""
+        """As the launcher's environment variables say. Raises YuanError if one is missing or wrong."""
         names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
             raise TrainingError(f"environment variable {missing[0]} is not set; the launcher sets it")
         host, port, rank, world_size = (os.environ[name] for name in names)
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"environment variable MASTER_PORT: wanted 1 to 65535, got {port!r}")
         return cls(
             host,
             int(port),

@@ -55,9 +55,14 @@ class Position:
 def find_position() -> Position:
     """The position that the launcher's environment variables (RANK, WORLD_SIZE, ...) give.
 
-    Raises ConfigError for a variable that is not a number.
+    Raises ConfigError for a variable that is not a number, and for a rank that there is not.
     """
     rank, world_size = _read_number("RANK", 0), _read_number("WORLD_SIZE", 1)
+    if rank >= world_size:
+        raise ConfigError(
+            f"environment variable RANK: {rank}; wanted less than WORLD_SIZE, {world_size}; "
+            "the launcher sets both: unset RANK where nothing has started several processes"
+        )
     return Position(
         rank, world_size, _read_number("LOCAL_RANK", rank), _read_number("LOCAL_WORLD_SIZE", world_size)
     )
