@@ -42,7 +42,7 @@ ROOMS = {
     "planner": (35, 11868),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1730),  # cards with their state, plans over time, logs that grow
-    "rl": (15, 7175),  # environments of what servers draw: a request a turn
+    "rl": (15, 7172),  # environments of what servers draw: a request a turn
     "schedule": (7, 2094),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 1961),  # rounds without a meeting, seats, a lease of who is cut off
