@@ -50,6 +50,13 @@ def test_tokenizer_and_configs_go_along(folder: Path, imported: Path, tmp_path: 
         assert json.loads((tmp_path / "hf" / name).read_text()) == wanted
 
 
+def test_another_rotary_base_goes_along(folder: Path, tmp_path: Path) -> None:
+    assert command("import-hf", folder, "--out", tmp_path / "ck", "--rope-base", 4e5) == 0
+    assert command("export-hf", tmp_path / "ck", "--out", tmp_path / "hf") == 0
+    assert command("import-hf", tmp_path / "hf", "--out", tmp_path / "again") == 0
+    assert [find_checkpoint(tmp_path / name).model.rope_base for name in ("ck", "again")] == [4e5, 4e5]
+
+
 def test_the_tokenizer_knows_what_begins_and_ends(imported: Path) -> None:
     tokenizer = Tokenizer.load(imported / "step-00000000" / "tokenizer")
     assert (tokenizer.eod_id, tokenizer.prefix_ids) == (END, [BEGIN])

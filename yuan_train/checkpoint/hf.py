@@ -238,6 +238,8 @@ def import_hf(
     model = published.model_from_config(config, name=name or folder.resolve().name, where=where)
     given = {"rope_base": rope_base, "rotary_form": rotary_form}
     model = _with_fields(model, {key: value for key, value in given.items() if value is not None})
+    if rope_base is not None:
+        config = config | {"rope_theta": rope_base}  # An export writes it as the publisher's own word.
     stored = open_tensors(folder)
     layout = _check_names(folder, model, stored)
     notes = [] if model.router != "attention" or rope_base is not None else _rotary_notes(config, model)
