@@ -193,6 +193,30 @@ def agents_end(project: Path, folder: Path, *more: str) -> tuple[list[int], list
     return list(codes), list(said)
 
 
+def test_a_node_that_comes_with_wrong_input(project: Path, tmp_path: Path) -> None:
+    """Its own agent ends, with what is wrong; the others go on as before it came."""
+    log, environment = tmp_path / "log", {"OMP_NUM_THREADS": "1"}
+    line = ["supervise", "--cluster", project / "cluster.yaml", "--config", project / "run.yaml"]
+    line += ["--meet", f"127.0.0.1:{free_port()}", f"log.directory={log}", *words(100_000)]
+    line += [f"checkpoint.directory={tmp_path / 'checkpoints'}", "supervise.gain=0", "supervise.slow=1000"]
+    line += ["search.use_all_devices=true"]
+    first = start_command([*line, "--this-node", "a"], tmp_path / "out", environment=environment)
+    try:
+        wait_until(lambda: steps_done(tmp_path) >= 2, tmp_path)
+        wrong = [*line, "train.global_batch_size=16", "--this-node", "b"]
+        late = start_command(wrong, tmp_path / "out-b", environment=environment)
+        code, said = late.wait(within_seconds=SECONDS)
+        assert code == 2 and "the plan was made for 8, the run has 16" in said, said
+        goes_on = first.process.is_alive
+        wait_until(lambda: not goes_on() or steps_done(tmp_path) > entries(tmp_path)[-1].step + 1, tmp_path)
+    finally:
+        first.process.terminate()
+        code, said = first.wait(within_seconds=SECONDS)
+    assert code == 0, said
+    assert [e.nodes for e in entries(tmp_path)[:3]] == [["a"], ["a", "b"], ["a"]]
+    assert entries(tmp_path)[2].reason.startswith("b went; the plan belongs to another run: ")
+
+
 def test_agents_that_something_else_has_started(project: Path, tmp_path: Path) -> None:
     codes, said = agents_end(project, tmp_path)
     assert codes == [0, 0], said

@@ -345,6 +345,9 @@ def _take_part(job: Supervised, room: Room, current: Round, agent: Agent, signal
             if done.fault:
                 room.remember("why", done.fault)
         room.forget(current.lost())
+        if verdict is not None and verdict.again and done.code in SPOILT and agent.token not in verdict.stay:
+            room.forget([agent.token])
+            return Ended(done.code, done.fault)
         return None if verdict is None or verdict.again else room.ended()
     finally:
         beating.set()
@@ -448,6 +451,8 @@ class Lead:
         self._began = self._looked = time.monotonic()
         self._first_step = last_step(job.run)
         """The last one that was done when the round began; less once the log shows that it goes on before."""
+        self._new: tuple[str, ...] = ()
+        """Nodes that have come to others, which have run before."""
         self._has_stepped = self._has_lost = False
         """Whether a step was made, and whether an agent with ranks was lost."""
         self._failed_at = math.inf
@@ -487,6 +492,8 @@ class Lead:
         forecast, text = _forecast(plan), dump(plan)
         # Who was to be let in may have gone before.
         before_it: list[str] = [*kept["nodes"], *(self._room.recall("coming") or [])]
+        came = tuple(node for node in nodes if node not in kept["nodes"])
+        self._new = came if len(came) < len(nodes) else ()
         why = _change(list(dict.fromkeys(before_it)), nodes, self._room.recall("why"))
         self._room.remember("coming", None)
         is_other = kept["nodes"] and number != kept["number"]
@@ -556,6 +563,9 @@ class Lead:
         if self._round.is_past():
             return
         ended, remaining = self._outcome(done), self._round.remaining(done)
+        if self._is_spoilt_by_new(done):
+            spoilt = [self._members[node].token for node in self._new]
+            remaining = tuple(token for token in remaining if token not in spoilt)
         self._room.expect(remaining)
         if ended is not None:
             event = "gave_up" if ended.code else "finished" if ended.reason.startswith("all") else "stopped"
@@ -688,15 +698,21 @@ class Lead:
             told = next(filter(None, (entry.obstacle for entry in done.values())), "the ranks were ended")
             self._room.remember("why", f"{self._asked.reason}; by a restart, for {told}")
             return None
-        if worst is not None and worst.code in SPOILT:
+        is_by_new = self._is_spoilt_by_new(done)
+        if worst is not None and worst.code in SPOILT and not is_by_new:
             return Ended(worst.code, worst.fault)
-        if not is_whole:
+        if not is_whole or is_by_new:
             # A node is gone, and with it the fault.
             self._room.remember("why", worst.fault if worst else None)
             return None
         told = worst.fault if worst else next(filter(None, (entry.fault for entry in done.values())), "")
         fault = told or "the ranks were ended from outside (SIGTERM)"
         return self._again(Start(fault, step))
+
+    def _is_spoilt_by_new(self, done: Mapping[int, Done]) -> bool:
+        """Whether input is wrong since nodes have come: the others have shown that theirs is not."""
+        is_spoilt = any(entry.code in SPOILT for entry in done.values())
+        return is_spoilt and bool(self._new) and last_step(self._job.run) <= self._first_step
 
     def _again(self, start: Start) -> Ended | None:
         """Another start after a fault, unless it does not help."""
