@@ -253,7 +253,7 @@ def holding(directory: str | Path, name: str, what: str, within: float = LEASE_S
             is_here, supervised = f" of {socket.gethostname()}," in holder, NEXT_PLAN in os.environ
             if supervised and not is_here and holder.endswith(SUPERVISED):
                 # The agents have seen its node go, and go on without it.
-                path.unlink()
+                path.unlink(missing_ok=True)
                 continue
             waited, most = time.monotonic() - waits_since, within
             if is_here and not supervised:
