@@ -241,6 +241,21 @@ def test_a_fast_link_replaces_recompute_and_a_slow_one_does_not():
     assert slow.best.plan.pipelines == without.best.plan.pipelines
 
 
+def test_what_lies_on_hosts_is_judged_too_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, _ = of_short_cards(1e12)
+    keys = SearchConfig(**SHORT, offload=("activations",), micro_batch_size=(4,), schedule=("1f1b",))
+    seconds, again = [0.0], drafts.search_again
+
+    def late(*arguments: Any, **more: Any) -> Any:
+        pools = again(*arguments, **more)
+        seconds[0] = 1e9
+        return pools
+
+    monkeypatch.setattr(drafts, "search_again", late)
+    found = search_plan(given, keys, micro_batch_size=4, clock=lambda: seconds[0])
+    assert found.stopped and any(stage.activation_offload for stage in found.best.plan.stages)
+
+
 # --- unequal shares of the state -------------------------------------------------------------------------
 
 

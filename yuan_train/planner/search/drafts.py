@@ -394,18 +394,22 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
         pools = search_again(search, wanted, shaped, keeps_to_cards=options.keeps_to_cards, times=times)
         # Those that keep to the cards, or but for state, may be preferred to faster ones.
         counts = (NUM_JUDGED, NUM_JUDGED_BESIDE, NUM_JUDGED_BESIDE)
-        tops = (pool[:n] for pool, n in zip(pools, counts, strict=True))
-        near = [draft for top in tops for step, draft in top if step <= NEAR * top[0][0]]
-        plans = (plan_of(tables, draft) for draft in near)
-        if options.offload_disk:
-            plans = (with_disks(costs, plan) for plan in plans)
-        for plan in plans:
-            if (one := judge(space, plan)) is not None:
-                found.append(one)
-            if found and space.is_over():
-                break
+        for pool, n in zip(pools, counts, strict=True):
+            found += _judged(space, tables, pool[:n])
         any_fits, num_priced = any_fits or search.any_fits, num_priced + sum(search.priced)
     return FoundDrafts(tuple(found), any_fits=any_fits, num_priced=num_priced)
+
+
+def _judged(space: Space, tables: Tables, top: Sequence[_Known]) -> Iterator[Candidate]:
+    """Plans of the fastest of these drafts; one alone when the time is over."""
+    for step, draft in top:
+        plan = plan_of(tables, draft)
+        if space.options.offload_disk:
+            plan = with_disks(space.costs, plan)
+        if step <= NEAR * top[0][0] and (one := judge(space, plan)) is not None:
+            yield one
+            if space.is_over():
+                return
 
 
 def draft_of_shape(tables: Tables, shape: Shape) -> core.DraftTable | None:
