@@ -472,7 +472,8 @@ int search_drafts(struct evaluator *evaluator, const struct space *space, const 
 {
     const struct problem *problem = evaluator->problem;
     struct search search = {.evaluator = evaluator, .problem = problem, .space = space,
-                            .random = wish->seed * 2654435761u + 88172645463325252ull, .found = found, .end = seconds_now() + wish->seconds};
+                            .random = wish->seed * 2654435761u + 88172645463325252ull, .found = found,
+                            .end = seconds_now() + wish->seconds};
     struct arena *arena = &search.arena;
     if (setjmp(arena->failed)) {
         release(arena);

@@ -402,11 +402,11 @@ def search_drafts(space: Space, shapes: Sequence[Shape]) -> FoundDrafts:
 
 def _judged(space: Space, tables: Tables, top: Sequence[_Known]) -> Iterator[Candidate]:
     """Plans of the fastest of these drafts; one alone when the time is over."""
-    for step, draft in top:
+    for draft in (draft for step, draft in top if step <= NEAR * top[0][0]):
         plan = plan_of(tables, draft)
         if space.options.offload_disk:
             plan = with_disks(space.costs, plan)
-        if step <= NEAR * top[0][0] and (one := judge(space, plan)) is not None:
+        if (one := judge(space, plan)) is not None:
             yield one
             if space.is_over():
                 return
