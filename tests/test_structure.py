@@ -38,7 +38,7 @@ ROOMS = {
     "megatron": (4, 1117),
     "models": (11, 3403),
     "objectives": (2, 196),
-    "parallel": (17, 7545),  # directories that a run has for itself
+    "parallel": (17, 7550),  # directories that a run has for itself
     "planner": (35, 11872),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1730),  # cards with their state, plans over time, logs that grow

@@ -14,6 +14,7 @@ import yaml
 from tests.support.commands import Refuse
 from tests.support.project import make_plan, run_config
 from tests.support.rl import write_rl
+from tests.support.spawn import free_port
 from yuan_train.checkpoint.load import step_name
 from yuan_train.cli import launch
 from yuan_train.cli.main import main
@@ -139,6 +140,11 @@ def test_a_fault_of_a_rank_is_said_before_torch_is_imported(
         ("RANK=one", "RANK: wanted a number, got 'one'"),
         ("RANK=0 WORLD_SIZE=2 MASTER_PORT=x", "MASTER_PORT: wanted 1 to 65535, got 'x'"),
         ("RANK=0 WORLD_SIZE=2 MASTER_PORT=65536", "MASTER_PORT: wanted 1 to 65535, got '65536'"),
+        (
+            "RANK=0 WORLD_SIZE=2 MASTER_ADDR=",
+            "MASTER_ADDR is not set: start the ranks with `yuan-train launch`",
+        ),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=nowhere.invalid", "'nowhere.invalid' is no host name here, so the"),
     ],
 )
 def test_variables_of_a_launcher(
@@ -151,11 +157,12 @@ def test_variables_of_a_launcher(
 ) -> None:
     """Some systems set some of them for processes that are no ranks."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))
     plan = edit_plan(run_file, tmp_path / "plan.yaml", lambda p: None)
     more = ("--plan", plan) if "WORLD_SIZE" in variables else ()
-    assert f"error: environment variable {expected}" in refuse("train", "--config", run_file, *more)
+    assert expected in refuse("train", "--config", run_file, *more)
 
 
 @pytest.mark.parametrize("command", ["train", "rl"])

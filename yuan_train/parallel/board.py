@@ -102,7 +102,10 @@ class Meeting:
         names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
-            raise TrainingError(f"environment variable {missing[0]} is not set; the launcher sets it")
+            raise ConfigError(
+                f"environment variable {missing[0]} is not set: start the ranks with `yuan-train launch` or "
+                "torchrun, or set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE of each"
+            )
         host, port, rank, world_size = (os.environ[name] for name in names)
         if not port.isdecimal() or not 0 < int(port) < 65536:
             raise ConfigError(f"environment variable MASTER_PORT: wanted 1 to 65535, got {port!r}")
@@ -137,8 +140,9 @@ class Meeting:
             self.connect(seconds).close()
             return self.join_store(seconds)
         try:
+            # By the loopback: of a host that is not reached torch prints stack dumps; `connect` tells it.
             return dist.TCPStore(
-                self.host,
+                "127.0.0.1",
                 self.port,
                 self.world_size or None,
                 True,
@@ -203,10 +207,11 @@ class Meeting:
                 raise ConfigError(unknown_host(self.host)) from error
             except OSError as error:
                 if time.monotonic() > end:
-                    raise LostRank(
-                        f"{self.holder} did not come to {self.address} within {seconds:g} s "
-                        f"({error}): is its node started, and no firewall between?"
-                    ) from error
+                    asked = "is its node started, and no firewall between?"
+                    if self.holds_store:
+                        asked = "this is rank 0; wanted an address of this machine"
+                    late = f"{self.holder} did not come to {self.address} within {seconds:g} s ({error})"
+                    raise LostRank(f"{late}: {asked}") from error
             _sleep(end - seconds)
 
 
