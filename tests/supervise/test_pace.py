@@ -201,7 +201,7 @@ def lead_of(plans: dict[int, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         run = run_config(make_project(folder), "train.steps=100000", *directories)
         found = {"find_plan": planner.find, "price_plan": planner.price}
         no_ranks: Any = None
-        job = Supervised(run=run, words=(), nodes=("card",), **found, nursery=no_ranks)
+        job = Supervised(run=run, nodes=("card",), **found, nursery=no_ranks)
         members = {name: Agent(name, "token", "127.0.0.1", 1) for name in ("card", "other")}
         lead = Lead(job, room, FakeRound(), members)  # pyright: ignore[reportArgumentType]
         lead.give_order()

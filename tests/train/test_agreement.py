@@ -27,7 +27,7 @@ from yuan_train.config.errors import CheckpointError, ConfigError, YuanError
 from yuan_train.config.plan_constraints import save_plan
 from yuan_train.config.run import RunConfig
 from yuan_train.parallel.device import CPU
-from yuan_train.parallel.environment import holding
+from yuan_train.parallel.environment import SUPERVISED, holding
 from yuan_train.parallel.groups import init_distributed, shutdown
 from yuan_train.train import agreement
 from yuan_train.train.job import Position, prepare
@@ -154,12 +154,19 @@ def test_a_directory_of_another_run(project: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_directory_of_a_lost_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network file system keeps its lock for a while; the agents of a supervised run know better."""
-    monkeypatch.setenv("YUAN_NEXT_PLAN", "next.yaml")
+    """A network file system keeps its lock for a while; the agents of its own supervised run know better."""
+    monkeypatch.setenv(SUPERVISED, "a:29400")
     with held_by_another(tmp_path, "lost"):
+        monkeypatch.setenv(SUPERVISED, "b:29400")
+        with (
+            pytest.raises(ConfigError, match=r"of lost, since .* \(supervised, --meet a:29400\)\. Wait"),
+            holding(tmp_path, ".in-use", "another run", within=0.2),
+        ):
+            pass
+        monkeypatch.setenv(SUPERVISED, "a:29400")
         with holding(tmp_path, ".in-use", "another run"):
             assert f" of {socket.gethostname()}, since " in (tmp_path / ".in-use").read_text()
-        monkeypatch.delenv("YUAN_NEXT_PLAN")
+        monkeypatch.delenv(SUPERVISED)
         with holding(tmp_path, ".in-use", "another run", within=0.0):
             pass
     with (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from yuan_train.config.load import dump, write_text
 from yuan_train.config.profile import read_profiles
 from yuan_train.config.rl import is_rl_run
 from yuan_train.machine.hosts import ssh_words
-from yuan_train.parallel.environment import holding
+from yuan_train.parallel.environment import SUPERVISED, holding
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -102,6 +103,7 @@ def _be_agent(
     if arguments.meet is None:
         raise ConfigError("--this-node: give --meet HOST:PORT too, the same on all nodes")
     address = _address(arguments.meet)
+    os.environ[SUPERVISED] = arguments.meet
     profile = read_profiles(arguments.profile, cluster)
     from yuan_train.supervise.launched import RANK_MODULES, Nursery
 
@@ -142,7 +144,6 @@ def _job(
 
     return Supervised(
         run=run_config,
-        words=("--config", arguments.config, *arguments.overrides),
         nodes=nodes,
         find_plan=find_plan,
         price_plan=price_plan,
@@ -160,11 +161,13 @@ def _supervise(job: Supervised, node: str, cluster: Cluster, address: tuple[str,
         # For `show` and `watch`, without which the run goes on.
         write_text(job.folder / CLUSTER, dump(cluster))
     held = open_store_if_here(*address)
-    try:
-        return run_agent(job, node, address)
-    finally:
+    with ExitStack() as own:
         if held is not None:
-            time.sleep(LEAVE_SECONDS)
+            # Refused before the others, which wait for this agent so long, begin without it.
+            within = job.run.supervise.grace / 2
+            own.enter_context(holding(job.folder, ".supervised", "another supervise", within))
+            own.callback(time.sleep, LEAVE_SECONDS)
+        return run_agent(job, node, address)
 
 
 def _address(text: str) -> tuple[str, int]:

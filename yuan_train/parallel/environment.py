@@ -234,7 +234,8 @@ ENDING_SECONDS, LEASE_SECONDS = 10.0, 120.0
 """How long a run waits for another one in its directory, whose processes may be about to end; and longer for
 one on another host, of whose loss a network file system learns late (NFS: after 90 s)."""
 POLL_SECONDS = 0.5
-SUPERVISED = "(supervised)"
+SUPERVISED = "YUAN_SUPERVISED"
+"""Where the agents of a supervised run meet, as its ranks tell other runs."""
 
 
 @contextmanager
@@ -250,9 +251,9 @@ def holding(directory: str | Path, name: str, what: str, within: float = LEASE_S
         path.parent.mkdir(parents=True, exist_ok=True)
         while (file := _lock(path)) is None:
             holder = _read_holder(path)
-            is_here, supervised = f" of {socket.gethostname()}," in holder, NEXT_PLAN in os.environ
-            if supervised and not is_here and holder.endswith(SUPERVISED):
-                # The agents have seen its node go, and go on without it.
+            is_here, supervised = f" of {socket.gethostname()}," in holder, SUPERVISED in os.environ
+            if supervised and not is_here and holder.endswith(_supervised_words()):
+                # The agents of this same run have seen its node go, and go on without it.
                 path.unlink(missing_ok=True)
                 continue
             waited, most = time.monotonic() - waits_since, within
@@ -304,8 +305,12 @@ def _lock(path: Path) -> int | None:
     except OSError:
         return file
     words = [f"process {os.getpid()} of {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}"]
-    words += [SUPERVISED] if NEXT_PLAN in os.environ else []
+    words += [_supervised_words()] if SUPERVISED in os.environ else []
     with suppress(OSError):
         os.ftruncate(file, 0)
         os.pwrite(file, f"{' '.join(words)}\n".encode(), 0)
     return file
+
+
+def _supervised_words() -> str:
+    return f"(supervised, --meet {os.environ[SUPERVISED]})"

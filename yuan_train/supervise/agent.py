@@ -25,7 +25,7 @@ from typing import Any
 
 from yuan_train.checkpoint.in_memory import remove_copies
 from yuan_train.checkpoint.load import faults_of, step_name, steps_in
-from yuan_train.config.errors import CAUSE, NOT_IN_PLACE, NoPlanFits, hearing
+from yuan_train.config.errors import CAUSE, NOT_IN_PLACE, ConfigError, NoPlanFits, hearing
 from yuan_train.config.load import dump, is_mapping, write_text
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.plan_constraints import load_plan, plan_digest, restart_reason
@@ -48,6 +48,7 @@ from yuan_train.supervise.room import (
     Verdict,
     lost_store,
 )
+from yuan_train.train.agreement import differences, run_facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,8 +238,6 @@ class Supervised:
 
     run: RunConfig
     """With log.directory and checkpoint.directory, which all nodes see."""
-    words: Sequence[str]
-    """Of `yuan-train launch`: the run file and the overrides."""
     nodes: Sequence[str]
     """All that the cluster file has."""
     find_plan: FindPlan
@@ -273,6 +272,7 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
     # Torch orders participants by it: the cluster's first node that is here leads.
     token = f"{job.nodes.index(node):06d} {uuid.uuid4().hex}"
     room = Room(address, token, nodes=len(job.nodes), grace=job.run.supervise.grace)
+    _check_run(job, room, node)
     current: Round | None = None
     with _hearing_signals() as signals:
         try:
@@ -297,6 +297,17 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
             return 0
         except RuntimeError as error:
             raise lost_store(error) from error
+
+
+def _check_run(job: Supervised, room: Room, node: str) -> None:
+    """Raise ConfigError if those that train have another run file or release: it would end all their ranks to
+    find that."""
+    found = differences(run_facts(job.run), room.recall("run") or run_facts(job.run))
+    if found:
+        raise ConfigError(
+            f"{node} has another run than the nodes that train: {found}; give every node the same run file, "
+            "overrides and release. If the run file was edited, end the run and start it again on all nodes"
+        )
 
 
 @contextmanager
@@ -416,10 +427,12 @@ def _start(job: Supervised, agent: Agent, order: Directive, current: Round) -> R
         return None
     path = plan_path(job, order.number)
     write_text(path, order.plan)
+    # As it was when the run began: whoever edits the run file means another one.
+    config = path.with_name(f"run-{agent.node}.yaml")
+    write_text(config, dump(job.run))
     meeting = ("--this-node", agent.node, "--rendezvous", order.meeting)
-    next_plan = path.with_name("next.yaml")
-    words = ["launch", "--plan", str(path), *meeting, *job.words]
-    return Ranks(job.nursery, words, next_plan, current.unanswered_seconds)
+    words = ["launch", "--plan", str(path), "--config", str(config), *meeting]
+    return Ranks(job.nursery, words, path.with_name("next.yaml"), current.unanswered_seconds)
 
 
 def plan_path(job: Supervised, number: int) -> Path:
@@ -500,6 +513,7 @@ class Lead:
         self._note("moved" if is_other else "started", why, path, before, forecast)
         self._room.remember("plan", {"number": number, "nodes": nodes, "forecast": forecast, "text": text})
         self._room.remember("why", None)
+        self._room.remember("run", run_facts(self._job.run))
         first = self._members[node_of(plan.ranks[0])]
         own = tuple(dict.fromkeys(map(node_of, plan.ranks)))
         self._round.give(Directive(text, _join(first.address, first.port), number, own))

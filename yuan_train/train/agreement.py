@@ -44,7 +44,7 @@ from yuan_train.checkpoint.load import check_same_model, find_checkpoints
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, YuanError
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import Plan, RankPlan, copied_bytes, node_of
-from yuan_train.config.run import HostCopies
+from yuan_train.config.run import HostCopies, RunConfig
 from yuan_train.config.units import show_bytes
 from yuan_train.models.transformer import choose_ops
 from yuan_train.parallel.device import CardFacts, CardMemory, Device, available_bytes
@@ -150,10 +150,9 @@ def check_same_job(job: Job) -> None:
     reference = Counter(digests).most_common(1)[0][0]
     source = digests.index(reference)
     shared = share_object(facts, source=source)
-    odd = _gather(list(_differences(flatten(facts), flatten(shared))) if digest != reference else None)
+    odd = _gather(differences(facts, shared) if digest != reference else None)
     lines = [
-        f"rank {rank} ({host}) has another job than rank {source}: {'; '.join(found[:MAX_LISTED])}"
-        + (f"; and {len(found) - MAX_LISTED} more differences" if len(found) > MAX_LISTED else "")
+        f"rank {rank} ({host}) has another job than rank {source}: {found}"
         for rank, host, found in odd[:MAX_LISTED]
     ]
     advice = "give every node the same run file, overrides, plan, corpora, tokenizer and release"
@@ -577,15 +576,18 @@ def job_facts(job: Job) -> dict[str, Any]:
         for part, blend in (("train", job.train), ("validation", job.validation))
         if blend is not None
     }
-    return {
-        "run": _without(as_plain(job.run), NODE_LOCAL),
+    return run_facts(job.run) | {
         "plan": as_plain(job.plan),
         "saves checkpoints": job.run.checkpoint.directory is not None,
         "corpora": data,
         "tokenizer": None if job.tokenizer is None else job.tokenizer.digest,
-        "yuan_train": yuan_train.__version__,
-        "torch": torch.__version__,
     }
+
+
+def run_facts(run: RunConfig) -> dict[str, Any]:
+    """What of these is known before any file of the run is read."""
+    versions = {"yuan_train": yuan_train.__version__, "torch": torch.__version__}
+    return {"run": _without(as_plain(run), NODE_LOCAL), **versions}
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
@@ -601,12 +603,17 @@ def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _differences(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> Iterator[str]:
-    for path in dict.fromkeys([*reference, *mine]):
-        here, there = (_shown(facts, path) for facts in (mine, reference))
-        if here != there:
-            # Of a run its keys are known by themselves, as on the command line.
-            yield f"{path.removeprefix('run.')} is {here}, there {there}"
+def differences(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+    """How nested plain values differ from others, for people; empty: they do not."""
+    here, there = flatten(mine), flatten(reference)
+    # Of a run its keys are known by themselves, as on the command line.
+    found = [
+        f"{path.removeprefix('run.')} is {_shown(here, path)}, there {_shown(there, path)}"
+        for path in dict.fromkeys([*there, *here])
+        if _shown(here, path) != _shown(there, path)
+    ]
+    more = [f"and {len(found) - MAX_LISTED} more differences"] if len(found) > MAX_LISTED else []
+    return "; ".join([*found[:MAX_LISTED], *more])
 
 
 def _shown(facts: Mapping[str, Any], path: str) -> str:
