@@ -14,7 +14,7 @@ from typing import IO
 import pytest
 
 from tests.support.spawn import spawn
-from yuan_train.config.errors import TrainingError
+from yuan_train.config.errors import TrainingError, hearing
 from yuan_train.config.plan import Node
 from yuan_train.supervise import launched
 from yuan_train.supervise.launched import RANK_MODULES, Forked, NodeFaults, Nursery, telling_other_nodes
@@ -100,6 +100,20 @@ def test_who_ends_a_launcher_that_imports_is_heard(monkeypatch: pytest.MonkeyPat
     (text,) = told
     assert text.startswith("interrupted" if number == signal.SIGINT else "b was ended by SIGTERM before")
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_who_ends_an_import_is_heard_when_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch crashes where its import is broken off, and is begun again to tell the other nodes."""
+    (tmp_path / "halves.py").write_text(
+        "import signal, threading\nsignal.pthread_kill(threading.get_ident(), 15)\nis_whole = True\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    heard: list[bool] = []
+    with hearing({signal.SIGTERM: lambda *_: heard.append(hasattr(sys.modules["halves"], "is_whole"))}):
+        launched.import_modules(["halves"], {})
+    assert heard == [True]
 
 
 # --- nurseries, each beside a process without threads ----------------------------------------------------

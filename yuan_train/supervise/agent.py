@@ -300,14 +300,19 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
 
 
 def _check_run(job: Supervised, room: Room, node: str) -> None:
-    """Raise ConfigError if those that train have another run file or release: it would end all their ranks to
-    find that."""
-    found = differences(run_facts(job.run), room.recall("run") or run_facts(job.run))
+    """Raise ConfigError if those that train have another run file, release or list of nodes: it would end all
+    their ranks to find that, or they would never let this one in."""
+    found = differences(_facts(job), room.recall("run") or _facts(job))
     if found:
         raise ConfigError(
             f"{node} has another run than the nodes that train: {found}; give every node the same run file, "
-            "overrides and release. If the run file was edited, end the run and start it again on all nodes"
+            "overrides, nodes and release. If one was edited, end the run and start it again on all nodes"
         )
+
+
+def _facts(job: Supervised) -> dict[str, Any]:
+    """What all agents must have alike."""
+    return run_facts(job.run) | {"nodes": list(job.nodes)}
 
 
 @contextmanager
@@ -513,7 +518,7 @@ class Lead:
         self._note("moved" if is_other else "started", why, path, before, forecast)
         self._room.remember("plan", {"number": number, "nodes": nodes, "forecast": forecast, "text": text})
         self._room.remember("why", None)
-        self._room.remember("run", run_facts(self._job.run))
+        self._room.remember("run", _facts(self._job))
         first = self._members[node_of(plan.ranks[0])]
         own = tuple(dict.fromkeys(map(node_of, plan.ranks)))
         self._round.give(Directive(text, _join(first.address, first.port), number, own))

@@ -64,12 +64,23 @@ def import_modules(names: Sequence[str], variables: Mapping[str, str]) -> None:
     os.environ.update({"OPENBLAS_NUM_THREADS": "1", **variables})
     for name in names:
         # Torch's compiler asks for a folder of files (TORCHINDUCTOR_CACHE_DIR), which not every run needs.
-        with suppress(ModuleNotFoundError, OSError):
+        # Whoever is told of the end by way of a torch that is half imported may crash.
+        with suppress(ModuleNotFoundError, OSError), _deaf():
             importlib.import_module(name)
     _set_environment(before)
     # One that collects garbage would look through all of it, and so copy each page.
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Inside, SIGTERM and Ctrl-C wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
@@ -92,11 +103,8 @@ def fork(words: Sequence[str], environment: Mapping[str, str], output: Output) -
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_run, args=(tuple(words), dict(environment), output, os.getpid()))
     # It shall not hear a signal before it has its own way to take it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-    try:
+    with _deaf():
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process
 
 
