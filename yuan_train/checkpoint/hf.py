@@ -128,8 +128,10 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
             headers = {name: (tuple(s.get_shape()), str(s.get_dtype())) for name, s in slices.items()}
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: torn, or no safetensors file: {error}") from None
+    if other := next((name for name, (_, dtype) in headers.items() if dtype not in _SAFETENSORS), None):
+        raise CheckpointError(f"{path}: {other} is of type {headers[other][1]}; wanted F32, BF16 or F16")
     return {
-        name: LazyTensor(shape, _SAFETENSORS.get(dtype, torch.uint8), partial(_read_safetensors, path, name))
+        name: LazyTensor(shape, _SAFETENSORS[dtype], partial(_read_safetensors, path, name))
         for name, (shape, dtype) in headers.items()
     }
 

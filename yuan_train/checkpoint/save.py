@@ -264,6 +264,7 @@ def save_streamed(
     if steps_in(directory):
         raise CheckpointError(f"{directory}: holds checkpoints already; give another --out")
     temporary, final = directory / f".{step_name(0)}.tmp", directory / step_name(0)
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
     meta_tensors = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     try:
         make_empty_directory(temporary)
@@ -278,6 +279,9 @@ def save_streamed(
         finish(temporary, final, state, tokenizer)
     except (OSError, CheckpointException) as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):  # What is not empty is another's by now.
+                path.rmdir()
         cause, _ = root_cause(error)
         if isinstance(cause, YuanError):
             raise cause from None
