@@ -141,7 +141,7 @@ def test_too_many_new_tokens_are_refused_before_the_prompt_is_printed(imported: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["evaluate", "--token-ids", 1, "--logits", ".", "--checkpoint"], "--logits: . cannot be written"),
+        (["evaluate", "--token-ids", 1, "--logits", ".", "--checkpoint"], "--logits: .: is a folder"),
         (["evaluate", "--data", "none", "--sequence-length", 0, "--checkpoint"], "wanted 1 to 4096, got 0"),
         (["export-hf", "--out", ".", "--dtype", "float32"], ".: already exists"),
         (["export-hf", "--out", "hf", "--shard-size", "inf"], "--shard-size: inf; wanted a number"),
@@ -189,6 +189,19 @@ def test_logits_do_not_restart_at_the_end_of_a_document(imported: Path, tmp_path
             {"chats.jsonl": '\n{"messages": [{"role": "tool", "content": "x"}]}'},
             ["--prompts", "chats.jsonl"],
             "error: chats.jsonl:2: ",
+        ),
+        (
+            {"chats.jsonl": '\n{"messages": [{"role": "user", "content": "\\ud800"}]}'},
+            ["--prompts", "chats.jsonl"],
+            "error: chats.jsonl:2: 't_id|>",
+        ),
+        (
+            {
+                "chat_template.jinja": "{{ '' }}",
+                "chats.jsonl": '{"messages": [{"role": "user", "content": ""}]}',
+            },
+            ["--prompts", "chats.jsonl"],
+            "chats.jsonl:1: the prompt is empty",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from yuan_train.cli.evaluate import parse_ids
-from yuan_train.config.errors import ConfigError, DataError, why_unread
+from yuan_train.config.errors import ConfigError, DataError, YuanError, why_unread
 
 if TYPE_CHECKING:
     from yuan_train.data.tokenizer import Tokenizer
@@ -99,27 +99,36 @@ def _prompts(arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_s
             lines = Path(arguments.prompts).read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--prompts: {arguments.prompts}: cannot be read: {why_unread(error)}") from None
-        texts = [(f"{arguments.prompts}:{n}", line) for n, line in enumerate(lines, 1) if line.strip()]
+        texts = [(f"{arguments.prompts}:{n}: ", line) for n, line in enumerate(lines, 1) if line.strip()]
+    rows = []
+    for where, text in texts:
+        try:
+            rows.append(_encode(tokenizer, text, arguments, vocab_size))
+        except YuanError as error:
+            raise type(error)(f"{where}{error}") from None
+    return rows
+
+
+def _encode(tokenizer: Tokenizer, text: str, arguments: argparse.Namespace, vocab_size: int) -> list[int]:
+    """Token ids of a prompt; with --chat the template adds all that goes around a user's message, or around
+    a line with messages. Raises ConfigError or DataError."""
     if arguments.chat:
+        from yuan_train.data.tokenizer import render_chat
+
         is_json = arguments.prompts is not None and arguments.prompts.endswith(".jsonl")
-        return [_encode_chat(tokenizer, *text, vocab_size, is_json=is_json) for text in texts]
-    return [_encode(tokenizer, text, arguments.special, vocab_size) for _, text in texts]
+        messages = _parse_messages(text) if is_json else [{"role": "user", "content": text}]
+        ids = tokenizer.encode(render_chat(tokenizer, messages), special=True)
+    else:
+        ids = tokenizer.encode(text, special=arguments.special)
+        ids = [*tokenizer.prefix_ids, *ids] if ids else []
+    if not ids:
+        raise ConfigError("the prompt is empty; give at least one token")
+    if max(ids) >= vocab_size:
+        raise DataError(f"token id {max(ids)} is beyond the model's vocabulary of {vocab_size}")
+    return ids
 
 
-def _encode(tokenizer: Tokenizer, text: str, special: bool, vocab_size: int) -> list[int]:
-    ids = tokenizer.encode(text, special=special)
-    return _checked([*tokenizer.prefix_ids, *ids] if ids else [], vocab_size)
-
-
-def _encode_chat(tokenizer: Tokenizer, where: str, text: str, vocab_size: int, *, is_json: bool) -> list[int]:
-    """Token ids of a user's message, or of a line with messages; the template adds all that goes around."""
-    from yuan_train.data.tokenizer import render_chat
-
-    messages = _parse_messages(text, where) if is_json else [{"role": "user", "content": text}]
-    return _checked(tokenizer.encode(render_chat(tokenizer, messages, where), special=True), vocab_size)
-
-
-def _parse_messages(line: str, where: str) -> list[dict[str, str]]:
+def _parse_messages(line: str) -> list[dict[str, str]]:
     """The messages of a line of JSON. Raises DataError."""
     from yuan_train.data.tokenizer import are_messages
 
@@ -127,19 +136,11 @@ def _parse_messages(line: str, where: str) -> list[dict[str, str]]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: {line[:60]!r} is not JSON: {error}; {wanted}") from None
+        raise DataError(f"{line[:60]!r} is not JSON: {error}; {wanted}") from None
     messages = value.get("messages") if isinstance(value, dict) else None
     if not are_messages(messages):
-        raise DataError(f"{where}: {line[:60]!r} holds no messages; {wanted}")
+        raise DataError(f"{line[:60]!r} holds no messages; {wanted}")
     return messages
-
-
-def _checked(ids: list[int], vocab_size: int) -> list[int]:
-    if not ids:
-        raise ConfigError("the prompt is empty; give at least one token")
-    if max(ids) >= vocab_size:
-        raise DataError(f"token id {max(ids)} is beyond the model's vocabulary of {vocab_size}")
-    return ids
 
 
 class _TextStream:
