@@ -115,5 +115,5 @@ def test_a_file_that_is_there_is_not_overwritten(
     monkeypatch.chdir(tmp_path)
     Path("cluster.yaml").write_text("name: mine\n")
     assert "cluster.yaml: is there already" in refuse("init", "cluster")
-    assert "cannot be written" in refuse("init", "cluster", "--out", "cluster.yaml/below_a_file.yaml")
+    assert "is a file; wanted" in refuse("init", "cluster", "--out", "cluster.yaml/below_a_file.yaml")
     assert Path("cluster.yaml").read_text() == "name: mine\n"

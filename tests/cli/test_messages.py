@@ -112,6 +112,14 @@ inspect weights.gguf | weights.gguf: cannot be read: it is no text (byte 1 is no
 trace saved --out t.json --step 3 | --step is the step to draw ... --draw F.svg
 plan --cluster cluster.yaml --model qwen3-0.5b | qwen3-0.5b ... did you mean qwen3-0.6b?
 discover --hosts , --out x | --hosts ... wanted names of machines, such as a,b,c
+plan --cluster cluster.yaml --config run.yaml --out model | --out: model: is a folder; wanted a file
+plan --cluster cluster.yaml --config run.yaml --report run.yaml/x.html |
+    --report: run.yaml/x.html: ... run.yaml is a file; wanted another place
+profile --config run.yaml --out . | --out: .: is a folder; wanted a file to write
+simulate --plan run.yaml --trace /dev/null | --trace: /dev/null: is no file; wanted a file to write
+evaluate --checkpoint saved --token-ids 1 --logits run.yaml/x | run.yaml is a file; wanted another place
+tokenizer --input chats.jsonl --vocab-size 300 --out run.yaml/x | run.yaml is a file; wanted another place
+init sft --out - | --out: '-': wanted a name, such as ./-
 init sft --out run.yaml | run.yaml: is there already; wanted another name (--out F)
 init sfd | invalid choice: 'sfd' ... choose from ... pretrain
 keys runn | runn: no key ... did you mean

@@ -287,7 +287,8 @@ def test_dump_and_parse_give_plain_values_back(value: dict[str, object]) -> None
 def test_write_text_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "new" / "plan.yaml"
     write_text(path, "one\n")
-    write_text(path, "two\n")
+    (tmp_path / "link.yaml").symlink_to(path)
+    write_text(tmp_path / "link.yaml", "two\n")
     assert path.read_text() == "two\n"
     assert [file.name for file in path.parent.iterdir()] == ["plan.yaml"]
     for wrong in (path / "below_a_file.yaml", path.parent, Path("/")):

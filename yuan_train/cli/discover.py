@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from yuan_train.cli.main import file_to_write
 from yuan_train.config.devices import CATALOGUE, GIB, MIB, PCIE_BYTES_PER_SECOND, DeviceType, find_card
 from yuan_train.config.errors import ConfigError
 
@@ -35,7 +36,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hosts", metavar="A,B,C", help="the machines; this one is left out unless it is named")
     add("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
-    add("--out", required=True, metavar="FILE", help="the cluster file to write")
+    add("--out", type=file_to_write, required=True, metavar="FILE", help="the cluster file to write")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yuan_train.cli.main import file_to_write
 from yuan_train.config.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--sequence-length", type=int, metavar="N", help="default: that of the training run")
     add("--max-sequences", type=int, default=0, metavar="N", help="stop after N, a pair is two; 0: read all")
     add("--token-ids", metavar="1,2,3", help="tokens to compute logits of")
-    add("--logits", metavar="FILE", help="file to write (safetensors: input_ids, logits)")
+    add("--logits", type=file_to_write, metavar="FILE", help="file to write (safetensors: input_ids, logits)")
     add("--json", action="store_true", help="print one JSON object on stdout")
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from yuan_train.checkpoint.hf import push_model
+from yuan_train.cli.main import place_to_write
 from yuan_train.config.errors import ConfigError
 from yuan_train.config.model import HUB_NAME
 
@@ -18,7 +19,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
-    add("--out", required=True, metavar="DIR", help="directory to create")
+    add("--out", type=place_to_write, required=True, metavar="DIR", help="directory to create")
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from yuan_train.cli.main import place_to_write
 from yuan_train.config.errors import ConfigError
 
 _FILTER = (
@@ -19,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
     add("checkpoint", metavar="CKPT", help="a checkpoint, or a directory of checkpoints")
-    add("--out", required=True, metavar="DIR", help="directory to create")
+    add("--out", type=place_to_write, required=True, metavar="DIR", help="directory to create")
     add("--tensor", type=int, default=1, metavar="N", help="tensor-parallel ranks, default 1")
     add("--stages", metavar="2,5,5", help="layers of each pipeline stage; default: one stage")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: as in the checkpoint")

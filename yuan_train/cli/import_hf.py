@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from yuan_train.checkpoint.load import TOKENIZER
+from yuan_train.cli.main import place_to_write
 from yuan_train.config.errors import ConfigError, DataError
 from yuan_train.config.load import dump_plain
 from yuan_train.config.model import HUB_NAME, RotaryForm
@@ -33,12 +34,13 @@ def register(parser: argparse.ArgumentParser) -> None:
         "folder of adapters (adapter_config.json)",
     )
     add("--base", metavar="CKPT", help="of adapters: the checkpoint of the model they belong to")
-    add("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
+    add("--out", type=place_to_write, required=True, metavar="CKPT", help="folder of checkpoints to make")
     add(
         "--rope-base",
         type=float,
         metavar="X",
-        help="base of the rotary frequencies, where config.json has none: Yuan 2.0-M32 of 16K has 40890",
+        help="base of the rotary frequencies, over config.json's; Yuan 2.0-M32 of 16K, which has none there, "
+        "wants 40890",
     )
     add(
         "--rotary-form",

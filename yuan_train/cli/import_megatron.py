@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from yuan_train.cli.main import place_to_write
 from yuan_train.config.model import load_model
 
 
@@ -15,7 +16,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
     add("folder", metavar="DIR", help="folder with mp_rank_*, or with iterations")
-    add("--out", required=True, metavar="CKPT", help="directory of checkpoints to write to")
+    add("--out", type=place_to_write, required=True, metavar="CKPT", help="folder of checkpoints to make")
     add("--model", metavar="FILE", help="model file, if the files' arguments lack the sizes")
     add("--json", action="store_true", help="print one JSON object on stdout")
 

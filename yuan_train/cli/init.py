@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from yuan_train.cli.main import file_to_write
 from yuan_train.config.errors import ConfigError
 
 KINDS = {"pretrain": "run", "sft": "run", "dpo": "run", "grpo": "rl", "cluster": "cluster"}
@@ -17,7 +18,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
     add("kind", choices=tuple(KINDS), help="what to write")
-    add("--out", metavar="F", help="file to write; KIND.yaml if not given")
+    add("--out", type=file_to_write, metavar="F", help="file to write; KIND.yaml if not given")
 
 
 def run(arguments: argparse.Namespace) -> int:

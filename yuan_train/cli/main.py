@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from yuan_train import __version__
@@ -165,6 +166,26 @@ def _keep_files(parsed: argparse.Namespace) -> None:
             other = files.setdefault(os.path.realpath(path), name)
             if other != name and name in ("out", "report", "trace"):
                 raise YuanError(f"--{name}: {path} is that of --{other} too; wanted another file")
+
+
+def place_to_write(path: str) -> str:
+    """The value of an option that names what a command makes. Raises ArgumentTypeError if it cannot be made:
+    before the work is done, not behind it."""
+    if path in ("", "-"):
+        raise argparse.ArgumentTypeError(f"{path!r}: wanted a name, such as ./{path or 'out'}")
+    there = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is a file"
+        raise argparse.ArgumentTypeError(f"{path}: {there} {why}; wanted another place")
+    return path
+
+
+def file_to_write(path: str) -> str:
+    """`place_to_write` of a file. What is there is replaced, so a device such as /dev/null is refused."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        what = "a folder" if os.path.isdir(path) else "no file"
+        raise argparse.ArgumentTypeError(f"{path}: is {what}; wanted a file to write")
+    return place_to_write(path)
 
 
 def command_parser(name: str) -> tuple[Parser, argparse.ArgumentParser]:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from yuan_train.cli.main import file_to_write
 from yuan_train.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="F[,F]",
         help="measured times, from one or several files; without them times are estimated",
     )
-    add("--out", metavar="F", help="file to write the plan to; without it, only print")
+    add("--out", type=file_to_write, metavar="F", help="file to write the plan to; without it, only print")
     add(
         "--report",
         type=_report,
@@ -149,7 +150,7 @@ def _report(path: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{path}; wanted a name that ends in .html (a page) or .svg (a picture)"
         )
-    return path
+    return file_to_write(path)
 
 
 def _print_plan(

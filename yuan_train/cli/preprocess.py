@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from yuan_train.cli.main import place_to_write
+
 if TYPE_CHECKING:
     from yuan_train.data.indexed import CorpusCounts
 
@@ -21,7 +23,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", required=True, metavar="FILE", help="text, .jsonl or .parquet files, in order")
     add("--tokenizer", required=True, metavar="DIR", help="folder with tokenizer.model or .json, or the file")
-    add("--out", required=True, metavar="PREFIX", help="path of the token files without .bin or .idx")
+    text = "path of the token files without .bin or .idx"
+    add("--out", type=place_to_write, required=True, metavar="PREFIX", help=text)
     add("--workers", type=int, default=1, metavar="N", help="processes that encode (default 1)")
     add("--text-key", default="text", metavar="KEY", help="key or column of the text")
     add(

@@ -33,6 +33,7 @@ from yuan_train.cli.launch_hosts import (
     read_hosts,
     run_errand,
 )
+from yuan_train.cli.main import file_to_write
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.devices import CATALOGUE, Backend
 from yuan_train.config.errors import ConfigError, HostMemoryError, YuanError
@@ -74,7 +75,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="a model file, a name of configs/model, a config.json or its folder, or a "
         "checkpoint; needed without --config",
     )
-    add("--out", required=True, metavar="FILE", help="file to write the profile to (JSON)")
+    add("--out", type=file_to_write, required=True, metavar="FILE", help="profile to write (JSON)")
     add("--config", metavar="FILE", help="the run: sequence length, micro-batch size, precision")
     add("--cluster", metavar="FILE", help="its cards by rank; simulated ones are slowed down")
     add("--device-type", metavar="NAME", help="the card's type in the cluster file")

@@ -7,6 +7,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from yuan_train.cli.main import file_to_write
+
 if TYPE_CHECKING:
     from yuan_train.report.run_log import RunReader
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_run_options(parser)
-    parser.add_argument("--out", metavar="F.html", help="also write a page with curves, stages and the plan")
+    text = "also write a page with curves, stages and the plan"
+    parser.add_argument("--out", type=file_to_write, metavar="F.html", help=text)
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from yuan_train.cli.main import file_to_write
 from yuan_train.config.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--blocks", metavar="N,N", help="cut in Yuan 2.0's notation: layers of each stage; one card a stage")
     add("--model", metavar="F", help="model file, with a hand-made cut")
     add("--config", metavar="F", help="run file, with a hand-made cut")
-    add("--trace", metavar="F.json", help="write a trace for ui.perfetto.dev")
+    add("--trace", type=file_to_write, metavar="F.json", help="write a trace for ui.perfetto.dev")
     add("--cluster", metavar="F", help="cluster file: links, and times of a plan without forecast")
     add("--profile", metavar="F", help="measured times, with --cluster")
     add("--precision", choices=("bf16", "fp16", "fp32", "fp64"), help="with --cluster; bf16 if not given")

@@ -5,6 +5,8 @@ import json
 import sys
 from dataclasses import asdict
 
+from yuan_train.cli.main import place_to_write
+
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
@@ -13,7 +15,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add("--input", nargs="+", required=True, metavar="FILE", help=text)
     add("--vocab-size", type=int, required=True, metavar="N", help="pieces, special ones included")
     add("--or-fewer", action="store_true", help="or as many as the text gives, if fewer")
-    add("--out", required=True, metavar="DIR", help="folder for tokenizer.model")
+    add("--out", type=place_to_write, required=True, metavar="DIR", help="folder for tokenizer.model")
     add("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
     add("--json", action="store_true", help="print one JSON object on stdout")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yuan_train.cli.main import file_to_write
 from yuan_train.config.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add = parser.add_argument
     add("directory", metavar="RUN", help="log directory of the run (log.directory)")
-    add("--out", metavar="F.json", required=True, help="trace file to write")
-    add("--draw", metavar="F.svg", help="also draw one training step as a picture")
+    add("--out", type=file_to_write, metavar="F.json", required=True, help="trace file to write")
+    add("--draw", type=file_to_write, metavar="F.svg", help="also draw one training step as a picture")
     add("--step", type=int, metavar="N", help="the step to draw; the last traced one if not given")
 
 

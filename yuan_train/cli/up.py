@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from yuan_train.cli.launch_hosts import blind_hosts
+from yuan_train.cli.main import place_to_write
 from yuan_train.config.cluster import Cluster, load_cluster
 from yuan_train.config.errors import ConfigError, hearing
 from yuan_train.config.load import dump_plain, write_text
@@ -43,7 +44,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--tokenizer", metavar="DIR", help="default: the model's; else one is trained")
     add("--steps", type=int, metavar="N", help="default: the data once")
-    add("--out", default="up", metavar="DIR", help="folder of all files (up)")
+    add("--out", type=place_to_write, default="up", metavar="DIR", help="folder of all files (up)")
     add("--ssh", default="ssh", metavar="CMD", help="called as CMD HOST COMMAND... (ssh)")
     add("--rendezvous", metavar="HOST[:PORT]", help="where ranks meet: the first machine")
     add("--copy", action="store_true", help="copy to the machines what they lack")

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from yuan_train.cli.main import file_to_write
 from yuan_train.cli.show import add_run_options
 from yuan_train.config.errors import ConfigError, hearing
 
@@ -30,7 +31,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_run_options(parser)
     add("--port", type=int, default=PORT, metavar="P", help=f"0: any free one ({PORT})")
-    add("--once", metavar="F.html", help="write the page to a file instead, and end")
+    add("--once", type=file_to_write, metavar="F.html", help="write the page to a file instead, and end")
     add("--terminal", action="store_true", help="show it in this terminal instead")
 
 

@@ -679,7 +679,7 @@ def dump_plain(plain: Any) -> str:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file under a temporary name and rename it when complete. Raises ConfigError if it fails."""
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # A link stays one.
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
