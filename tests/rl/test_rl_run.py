@@ -368,10 +368,11 @@ def test_a_resumed_run_tells_what_it_does_otherwise(
     run_rl(RLCase(project, tmp_path, None, ("train.steps=1", kept)))
     assert "not as in the run" not in capfd.readouterr().err
     changed = ("generation.temperature=0.5", "algorithm.kl.coefficient=0.1", "optimizer.learning_rate=0.5")
+    changed += ("reward.clip=[-1,1]",)
     run_rl(RLCase(project, tmp_path, None, (kept, *changed)))
-    told = re.findall(r"note: not as in the run that saved it: (\S+) \S+ -> \S+\n", capfd.readouterr().err)
-    keys = ["train.steps", "optimizer.learning_rate", "generation.temperature", "algorithm.kl.coefficient"]
-    assert told == keys
+    told = re.findall(r"note: not as in the run that saved it: (\S+) \S+ -> .+\n", capfd.readouterr().err)
+    keys = ["train.steps", "optimizer.learning_rate", "generation.temperature", "reward.clip"]
+    assert told == [*keys, "algorithm.kl.coefficient"]
 
 
 def test_answers_that_reached_the_limit_leave_the_loss_and_not_the_comparison(tmp_path: Path) -> None:

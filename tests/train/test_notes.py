@@ -18,7 +18,7 @@ def test_changes_and_many_epochs_are_said(
     document = yaml.safe_load(run.read_text())
     words = ["train", "--config", str(run), f"log.directory={tmp_path / 'log'}", "validation.every=0"]
     words += [f"checkpoint.directory={tmp_path / 'checkpoints'}"]
-    assert main([*words, "train.steps=1"]) == 0
+    assert main([*words, "train.steps=1", "data.split=null"]) == 0
     first = capfd.readouterr().err
     assert "not as in the run" not in first and "times over" not in first
     other = "optimizer.learning_rate=0.25", "data.sequence_length=12", "model.hidden_dropout=0.5"
@@ -29,7 +29,8 @@ def test_changes_and_many_epochs_are_said(
     assert "not as in the run that saved it: train.steps 1 -> 2" in said
     assert "not as in the run that saved it: data.sequence_length 24 -> 12" in said
     assert "not as in the run that saved it: model.hidden_dropout 0.0 -> 0.5" in said
-    assert len([line for line in said.splitlines() if "not as in" in line]) == 4
+    assert "not as in the run that saved it: data.split None -> [0.9, 0.1]" in said
+    assert len([line for line in said.splitlines() if "not as in" in line]) == 5
 
     monkeypatch.setattr(loop, "MANY_EPOCHS", 0.01)
     assert main([*words, "train.steps=3", "optimizer.learning_rate=0.25"]) == 0

@@ -364,7 +364,7 @@ class PolicyEngine:
         if self._job.run.evaluation.at_start and progress.step == 0:
             self._at_start = self._measure(0)
         saved = job.checkpoint.state.get("rl", {}) if job.checkpoint is not None else {}
-        changed = differences(saved.get("run", {}), as_plain(self._job.run), PARTS)
+        changed = differences(saved["run"], self._job.run, PARTS) if saved else []
         return "\n".join(f"note: not as in the run that saved it: {change}" for change in changed) or None
 
     def step(self, request: StepRequest) -> StepResult:

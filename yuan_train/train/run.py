@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -60,7 +60,7 @@ from yuan_train.parallel.groups import (
     share_object,
     sum_over_world,
 )
-from yuan_train.train.agreement import agree_on_job, flatten, holding_directories
+from yuan_train.train.agreement import agree_on_job, holding_directories
 from yuan_train.train.build import build, build_engine
 from yuan_train.train.ending import StopRequest, ending_together, explaining_memory, stop_on_sigterm, watching
 from yuan_train.train.engine import (
@@ -419,20 +419,24 @@ def changes(job: Job) -> list[str]:
     if job.checkpoint is None:
         return []
     parts = ("model", "train", "data", "optimizer", "objective")
-    return differences(job.checkpoint.state.get("run", {}), as_plain(job.run), parts)
+    return differences(job.checkpoint.state.get("run", {}), job.run, parts)
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> list[str]:
+def differences(saved: Mapping[str, Any], run: Any, parts: tuple[str, ...]) -> list[str]:
     """What is another than saved in some parts of a run, as `KEY OLD -> NEW`."""
-    found: list[str] = []
-    for part in parts:
-        before, after = flatten(saved.get(part, {}), part), flatten(now.get(part, {}), part)
-        found += [
-            f"{key} {before[key]} -> {value}"
-            for key, value in after.items()
-            if key in before and before[key] != value and not key.startswith(_FREE)
-        ]
-    return found
+    return [change for change in _changed(saved, as_plain(run), run, "") if change.startswith(parts)]
+
+
+def _changed(before: Any, after: Any, value: Any, path: str) -> Iterator[str]:
+    """The changes of one value, which is `after` as plain values, where those leave out what is None."""
+    if is_dataclass(value) and isinstance(before, Mapping):
+        for field in fields(value):
+            key = field.name
+            if key in before or field.default is None:  # Else another version has saved it.
+                inner = f"{path}.{key}" if path else key
+                yield from _changed(before.get(key), after.get(key), getattr(value, key), inner)
+    elif before != after and not path.startswith(_FREE):
+        yield f"{path} {before} -> {after}"
 
 
 def many_epochs(job: Job) -> list[str]:
