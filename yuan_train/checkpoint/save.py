@@ -37,6 +37,9 @@ from yuan_train.checkpoint.load import (
 )
 from yuan_train.config.errors import CheckpointError, YuanError
 
+SEEN = ".seen-by-all-"
+"""Begins the name of a file by which ranks know that they share a directory."""
+
 
 def save_checkpoint(
     directory: str | Path,
@@ -189,7 +192,7 @@ def _fsync(path: Path) -> None:
 
 
 def _remove_old(directory: Path, keep: int, *, newest: Path, best: int | None) -> None:
-    """Remove what interrupted saves left, and all but the `keep` newest complete checkpoints (0: none).
+    """Remove all but the `keep` newest complete checkpoints (0: none).
 
     `newest` was just written, and always stays, as does that of step `best`.
     """
@@ -200,8 +203,16 @@ def _remove_old(directory: Path, keep: int, *, newest: Path, best: int | None) -
             # Else half of one would stay for ever where the process is killed meanwhile.
             with suppress(OSError):
                 path.rename(path.with_name(f".{path.name}.old"))
+    remove_leftovers(directory)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a run was writing into a directory of checkpoints when it was killed."""
     for leftover in (*directory.glob(".step-*.tmp"), *directory.glob(".step-*.old")):
         shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in (*directory.glob(f"{SEEN}*"), directory / f".{LATEST}.tmp"):
+        with suppress(OSError):
+            leftover.unlink(missing_ok=True)
 
 
 def _on_rank_zero(work: Callable[[], None], group: dist.ProcessGroup | None) -> None:

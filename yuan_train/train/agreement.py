@@ -41,6 +41,7 @@ from yuan_kernels import ops
 import yuan_train
 from yuan_train.checkpoint.in_memory import NodeMemory, forget_copies
 from yuan_train.checkpoint.load import check_same_model, find_checkpoints
+from yuan_train.checkpoint.save import SEEN, remove_leftovers
 from yuan_train.config.errors import CheckpointError, ConfigError, PlanError, YuanError
 from yuan_train.config.load import as_plain
 from yuan_train.config.plan import Plan, RankPlan, copied_bytes, node_of
@@ -126,9 +127,11 @@ def agree_on_job(job: Job) -> Job:
     Collective."""
     check_same_job(job)
     check_cards(job)
-    if job.run.checkpoint.directory is not None:
-        check_same_directory(job.run.checkpoint.directory)
+    if (directory := job.run.checkpoint.directory) is not None:
+        check_same_directory(directory)
     job = find_resume_together(job)
+    if directory is not None and job.position.rank == 0:
+        remove_leftovers(Path(directory))  # Else those of the last save would stay for ever.
     return find_in_memory(job)
 
 
@@ -479,7 +482,7 @@ def check_same_directory(directory: str | Path) -> None:
     the start, and not at its first save, that it cannot write there.
     """
     directory, is_first = Path(directory), not dist.is_initialized() or dist.get_rank() == 0
-    token = directory / share_object(f".seen-by-all-{uuid.uuid4().hex}")
+    token = directory / share_object(f"{SEEN}{uuid.uuid4().hex}")
     try:
         with agreeing():
             try:
