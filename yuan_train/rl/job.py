@@ -52,6 +52,15 @@ class RLJob:
         """Whether engines on other cards, or servers, draw the answers."""
         return self.http is not None or (self.roles is not None and not self.roles.roles.generation.is_shared)
 
+    @property
+    def begun(self) -> dict[str, str]:
+        """`start`: the name of the checkpoint that the run began with (empty: none); of checkpoints."""
+        policy = self.policy
+        if policy.checkpoint is None:
+            return {"start": policy.start.path.name if policy.start is not None else ""}
+        # None: another version has saved it.
+        return {key: value for key, value in policy.checkpoint.state.get("rl", {}).items() if key == "start"}
+
     def has_apart(self, role: ScoringRole) -> bool:
         """Whether a role scores on cards of its own."""
         return self.roles is not None and role in self.roles.plans

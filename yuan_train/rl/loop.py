@@ -20,8 +20,9 @@ from typing import Any, Self, TextIO
 import torch
 
 from yuan_train.checkpoint.load import LocalShard, find_checkpoints
-from yuan_train.config.errors import ConfigError
+from yuan_train.config.errors import CheckpointError, ConfigError
 from yuan_train.config.load import as_plain, dump, write_text
+from yuan_train.config.run import RunConfig
 from yuan_train.data.prompts import text_of
 from yuan_train.data.tokenizer import Tokenizer
 from yuan_train.parallel.board import Board, RolePosition, join_role, meet
@@ -62,7 +63,7 @@ from yuan_train.train.run import differences, run_loop
 from yuan_train.train.step import Trainer
 
 SAMPLES_PER_STEP = 4
-PARTS = ("data", "generation", "reward", "algorithm", "critic", "schedule", "environment")
+PARTS = ("start", "data", "generation", "reward", "algorithm", "critic", "schedule", "environment")
 """Of a run, beside the policy's: it is told if a resumed one has others."""
 CURVES = (
     "reward",
@@ -476,7 +477,7 @@ class PolicyEngine:
         return self._trainer.tensors() | critic | reference
 
     def state(self) -> Mapping[str, Any]:
-        found = {"progress": asdict(self._progress), "run": as_plain(self._job.run)}
+        found = {"progress": asdict(self._progress), "run": as_plain(self._job.run)} | self._job.begun
         if self._job.run.data.skip_solved:
             found["prompts"] = self._job.prompts.state(self._progress.next_ticket)
         return {"rl": found}
@@ -521,10 +522,24 @@ def _build_policy(job: RLJob) -> tuple[Trainer, Progress, RowFeed, PolicyLoss]:
     if policy.checkpoint is None or not run.needs_reference:
         trainer, progress = build(policy, feed=feed, objective=loss)
     else:
-        start = find_checkpoints(policy.run, anew=True)[1]
+        start = find_checkpoints(_as_begun(job), anew=True)[1]
         fresh = replace(policy, checkpoint=None, start=start)
         trainer, progress = build(fresh, feed=feed, objective=loss)
     return trainer, progress, feed, loss
+
+
+def _as_begun(job: RLJob) -> RunConfig:
+    """The policy's run, with the very start of the run that it resumes: its directory may have newer ones."""
+    run, name = job.policy.run, job.begun.get("start")
+    given = run.start.checkpoint
+    if name is None or name == Path(given or "").name:
+        return run
+    if not given or not name or not Path(given, name).is_dir():
+        raise CheckpointError(
+            f"start.checkpoint: {given or 'none'}: the reference of the run that is resumed is what it began "
+            f"with, {name or 'no checkpoint'}; give that, or begin anew (checkpoint.resume: never)"
+        )
+    return replace(run, start=replace(run.start, checkpoint=str(Path(given, name))))
 
 
 def _make_renewal(job: RLJob, trainer: Trainer, apart: RolePosition | None) -> Renewal:
