@@ -339,6 +339,11 @@ def test_why_cards_are_left_out():
     odd = find(problem(cluster(Fast=(3, card()))), pipelines=(2,), engine="megatron")
     (item,) = odd.left_out
     assert item.reason == "the Fasts do not divide into 2 equal pipelines"
+    (item,) = find(problem(cluster(Fast=(3, card()))), pipelines=(1,), tensor=(2,)).left_out
+    assert item.reason == "the Fasts do not divide into groups of 2 within their nodes"
+    unlike = cluster(Fast=(1, card(speed=3.0)), Half=(1, card()), Slow=(1, card(speed=0.01)))
+    (item,) = find(problem(unlike), pipelines=(2,)).left_out
+    assert (item.card.name, item.reason) == ("slow/0", "not in the fastest plan found")
 
 
 def test_fp16_uses_cards_without_bf16():
@@ -451,7 +456,7 @@ def test_the_reason_for_no_even_split():
     assert "no even split: it would have 10 stages, and the model has 8 layers" in plan_table(result, many)
     two = problem(cluster(Fast=(1, card(speed=3.0)), Slow=(1, card())))
     result = find(two, pipelines=(2,))
-    assert "no even split: the cards do not divide into equal pipelines" in plan_table(result, two)
+    assert "no even split: the cards, or the batch, do not divide into equal" in plan_table(result, two)
     ticks = iter(range(10_000))
     result = search_plan(
         problem(TWO_SPEEDS),

@@ -116,7 +116,7 @@ def even_split(space: Space, plans: Plans, best: Candidate) -> tuple[Candidate |
     """The even split that a plan is compared with, and if there is none the reason: the plan's own shape cut
     evenly; or, of unlike pipelines and single stages, the fastest of a few numbers of equal pipelines."""
     if not plans.shapes and plans.has_all_shapes:
-        return None, "the cards do not divide into equal pipelines"
+        return None, "the cards, or the batch, do not divide into equal pipelines"
     # Its price is that of a few plans: nothing on few cards, seconds on thousands.
     if not plans.shapes or (space.is_over() and len(space.cards) > FEW_CARDS):
         return None, "search.time_limit was over before its turn"

@@ -269,15 +269,15 @@ def idle_cards(cards: Sequence[Card], best: Candidate) -> list[LeftOut]:
 
 
 def _why_idle(name: str, cards: Sequence[Card], idle: Sequence[Card], best: Candidate) -> str:
-    """Why some cards of a type are left: a remainder of the division, or no gain."""
+    """Why some cards of a type are left: a remainder of the division into equal pipelines, or no gain."""
     count = len(best.plan.pipelines)
-    replicas = (stage.replicas[0] for stage in best.cost.stages if stage.card.type == name)
-    width = max(map(len, replicas), default=1)
+    of_type = (s.replicas[0] for s in best.cost.stages if any(card.type == name for card in s.cards))
+    width = max(map(len, of_type), default=1)
     number, left = (sum(card.type == name for card in some) for some in (cards, idle))
-    if left > number % (width * count):
+    if count != best.shape.num_pipelines or left > number % (width * count):
         return "not in the fastest plan found"
-    groups = f"groups of {width} within their nodes, in " if width > 1 else ""
-    return f"the {name}s do not divide into {groups}{count} equal pipelines"
+    sizes = {f"groups of {width} within their nodes": width, f"{count} equal pipelines": count}
+    return f"the {name}s do not divide into " + ", in ".join(text for text, n in sizes.items() if n > 1)
 
 
 def notes_of(costs: Costs, cost: PlanCost) -> tuple[str, ...]:
