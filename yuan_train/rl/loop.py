@@ -265,8 +265,9 @@ def train_rl(job: RLJob) -> None:
         with helping(job) as helpers:
             with guarding(policy):
                 engine, progress = _build_engine(job, helpers, apart)
+            tell, hear = ending.tell_stop, ending.hear_stop
             with engine:
-                run_loop(job.policy, engine, progress, guarding=guarding, tell_stop=ending.tell_stop)
+                run_loop(job.policy, engine, progress, guarding=guarding, tell_stop=tell, hear_stop=hear)
                 with guarding(policy):
                     engine.stop_roles()
 

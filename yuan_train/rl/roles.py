@@ -20,6 +20,7 @@ import functools
 import logging
 import pickle
 import queue
+import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -33,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yuan_train.checkpoint.load import Checkpoint
-from yuan_train.config.errors import PlanError
+from yuan_train.config.errors import PlanError, hearing
 from yuan_train.config.model import is_trained
 from yuan_train.config.plan import Plan, node_of
 from yuan_train.config.rl import OnLostEngine, RLConfig, policy_run
@@ -63,7 +64,7 @@ from yuan_train.parallel.transport import LostPeer, blame_peers, wait_for_all
 from yuan_train.rl.experience import Answers, Rows, make_score_rows
 from yuan_train.rl.passes import Lanes, RowFeed, find_reading_model, last_values, log_probs_at
 from yuan_train.train.build import DTYPES, build, load_runtime, own_weights
-from yuan_train.train.ending import ending_together, explaining_memory, stop_on_sigterm
+from yuan_train.train.ending import ending_together, explaining_memory
 from yuan_train.train.job import Job, Position, check_position
 from yuan_train.train.step import Trainer
 
@@ -510,8 +511,8 @@ class RemoteReadingModel(RemoteScores):
 def joining(run: RLConfig, roles: RlPlan, plan: Plan, device: Device) -> Iterator[RolePosition]:
     """Around the work of a rank of a role with this plan: it meets all others, and ends with them.
 
-    The policy ends the run, also on SIGTERM; the other roles then hear of it. Raises TrainingError if another
-    rank is lost.
+    The policy ends the run, also if SIGTERM comes here; the other roles then hear of it. Raises TrainingError
+    if another rank is lost.
     """
     position = join_role(
         job_ranks(roles),
@@ -519,7 +520,17 @@ def joining(run: RLConfig, roles: RlPlan, plan: Plan, device: Device) -> Iterato
         startup_seconds=run.train.startup_timeout,
     )
     explaining = explaining_memory(plan, position.rank, device)
-    with stop_on_sigterm(), ending_together(position.board, device), position.naming_role(), explaining:
+
+    def ask_policy(signum: int, frame: object) -> None:
+        # The main thread may be at the board itself.
+        threading.Thread(target=ending.tell_stop, daemon=True).start()
+
+    with (
+        hearing({signal.SIGTERM: ask_policy}),
+        ending_together(position.board, device) as ending,
+        position.naming_role(),
+        explaining,
+    ):
         enter_role(position, device=device, timeout_seconds=run.train.timeout)
         yield position
 

@@ -131,6 +131,10 @@ class Ending:
         if board is not None and not self._has_launcher_ended(board):
             board.tell_stop("got SIGTERM")
 
+    def hear_stop(self) -> bool:
+        """Whether a rank has told that it is to stop."""
+        return self._board is not None and self._board.why_stopped() is not None
+
     def _fail(self, error: BaseException, board: Board) -> BaseException:
         """Say an error of the main thread, tell the others, and return what to raise: what ends the run.
 
@@ -223,10 +227,10 @@ class Ending:
 class StopRequest:
     """Whether SIGTERM has asked this rank to stop, or SIGUSR1 to go on under the plan of its supervisor."""
 
-    def __init__(self, tell: Callable[[], None] | None) -> None:
+    def __init__(self, tell: Callable[[], None] | None, hear: Callable[[], bool]) -> None:
         self.is_made = False
         self.moves = False
-        self._tell = tell
+        self._tell, self._hear = tell, hear
 
     def take_move(self) -> Path | None:
         """The file of the plan to go on with, if this rank was asked to since the last call."""
@@ -238,17 +242,19 @@ class StopRequest:
         if self.is_made and self._tell is not None:
             self._tell()
             self._tell = None
-        return self.is_made
+        return self.is_made or self._hear()
 
 
 @contextmanager
-def stop_on_sigterm(tell: Callable[[], None] | None = None) -> Iterator[StopRequest]:
+def stop_on_sigterm(
+    tell: Callable[[], None] | None = None, hear: Callable[[], bool] = lambda: False
+) -> Iterator[StopRequest]:
     """While inside, SIGTERM only makes a request; the run stops after the current step.
 
-    `tell` tells the other ranks; without it, nobody hears of it: others decide when to stop. So does SIGUSR1
-    of a supervisor, after which the run goes on under another plan.
+    `tell` tells the other ranks; `hear` says whether one that takes no part in the steps was asked. So does
+    SIGUSR1 of a supervisor, after which the run goes on under another plan.
     """
-    request = StopRequest(tell)
+    request = StopRequest(tell, hear)
 
     def request_stop(signum: int, frame: object) -> None:
         request.is_made = True

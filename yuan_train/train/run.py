@@ -119,15 +119,16 @@ def run_loop(
     *,
     guarding: Callable[[Job], AbstractContextManager[object]] = nullcontext,
     tell_stop: Callable[[], None] | None = None,
+    hear_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Step, log, evaluate, save and stop, from `progress` to the last step: for every engine.
 
     `guarding` is around all that may fail, under the plan of a job, inside of what waits for others at its
-    end; `tell_stop` tells the other ranks that SIGTERM has stopped this one. Collective over all ranks.
-    Raises YuanError.
+    end; `tell_stop` tells the other ranks that SIGTERM has stopped this one, `hear_stop` says whether it has
+    one of another role. Collective over all ranks. Raises YuanError.
     """
     with (
-        stop_on_sigterm(tell_stop) as asked,
+        stop_on_sigterm(tell_stop, hear_stop) as asked,
         _open_log(job, progress) as log,
         # Outside of the saver, whose end is when all is on disk.
         keeping(job, log) as keeper,
