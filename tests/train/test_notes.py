@@ -32,8 +32,18 @@ def test_changes_and_many_epochs_are_said(
     assert "not as in the run that saved it: data.split None -> [0.9, 0.1]" in said
     assert len([line for line in said.splitlines() if "not as in" in line]) == 5
 
+    assert main([*words, "train.steps=3", *other]) == 0
+    assert "has other corpora" not in capfd.readouterr().err
+    # Token files of the same lengths that were made anew.
+    corpus = Path(document["data"]["train"][0]["prefix"]).with_suffix(".bin")
+    tokens = corpus.read_bytes()
+    corpus.write_bytes(tokens[2:] + tokens[:2])
+    assert main([*words, "train.steps=4", *other]) == 0
+    corpus.write_bytes(tokens)
+    assert "note: data.train has other corpora or weights than when" in capfd.readouterr().err
+
     monkeypatch.setattr(loop, "MANY_EPOCHS", 0.01)
-    assert main([*words, "train.steps=3", "optimizer.learning_rate=0.25"]) == 0
+    assert main([*words, "train.steps=5", "optimizer.learning_rate=0.25"]) == 0
     assert re.search(
         r"note: the run reads \S+/corpus \d+ times over: it has \d+ samples, a step takes 8\n",
         capfd.readouterr().err,

@@ -29,6 +29,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -453,7 +454,7 @@ class Corpus:
                 "sequence_length"
             )
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """What ranks compare of a corpus, wherever its files lie: lengths, and the tokens at both ends."""
         total = self.dataset.num_tokens

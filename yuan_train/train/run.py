@@ -265,8 +265,11 @@ def _drift_note(plan: Plan, rank: int, other: int) -> str:
 def _blend_differs(job: Job) -> bool:
     """Whether the training corpora, or their weights, are others than those of the checkpoint's run."""
     assert job.checkpoint is not None
-    saved = job.checkpoint.state.get("run", {}).get("data", {}).get("train")
-    return saved is not None and saved != as_plain(job.run)["data"]["train"]
+    state, files = job.checkpoint.state, job.train.fingerprints
+    saved = state.get("run", {}).get("data", {}).get("train")
+    return bool(saved) and (
+        saved != as_plain(job.run)["data"]["train"] or state.get("corpora", files) != files
+    )
 
 
 def _run_steps(

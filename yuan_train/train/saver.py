@@ -350,7 +350,8 @@ def save_progress(job: Job, engine: Engine, progress: Progress, saver: Saver) ->
 
 def checkpoint_state(job: Job, engine: Engine, progress: Progress) -> dict[str, Any]:
     """What a checkpoint holds beside the tensors: plain JSON values."""
-    return {**progress.state(job.run), **engine.state(), "kept_step": engine.kept_step}
+    kept = {"kept_step": engine.kept_step, "corpora": job.train.fingerprints}
+    return {**progress.state(job.run), **engine.state(), **kept}
 
 
 class Keeper:
