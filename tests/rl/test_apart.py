@@ -259,6 +259,26 @@ def test_a_run_goes_on_with_the_engines_that_are_left(tmp_path: Path, staleness:
         assert read_lines(log, "samples.jsonl") == answers[: len(read_lines(log, "samples.jsonl"))]
 
 
+@pytest.mark.parametrize("on_lost, steps", [("stop", 100_000), ("go_on", 6)])
+def test_sigterm_of_an_engine_stops_the_run_unless_it_may_be_lost(
+    tmp_path: Path, on_lost: str, steps: int
+) -> None:
+    """As its node gets it that somebody else needs: the policy saves."""
+    path, log, saved = write_rl(tmp_path), tmp_path / "log", tmp_path / "c"
+    engines = "4x1: 4@0 / 4x1: 4@1"
+    save_rl_plan(tmp_path / "plan.yaml", roles_of(path, staleness=0, policy="2x4: 4@0", engines=engines))
+    words = [*words_of(path, tmp_path, log), f"generation.on_lost_engine={on_lost}", f"train.steps={steps}"]
+    with start_ranks([*words, f"checkpoint.directory={saved}"], tmp_path, 3) as ranks:
+        wait_for_step(log, 1, ranks[0].process.is_alive)
+        ranks[1].process.terminate()
+        told = [rank.wait(within_seconds=60) for rank in ranks]
+    assert [code for code, _ in told] == [0, 0, 0], told
+    stopped = [re.findall(r"the run has stopped: rank 1 \(.*\): got SIGTERM", said) for _, said in told]
+    assert [len(found) for found in stopped] == [int(on_lost == "stop")] * 3, told
+    assert num_steps(log) == steps or on_lost == "stop"
+    assert (saved / f"step-{num_steps(log):08}").exists()
+
+
 def test_what_fails_in_one_role_ends_the_other(tmp_path: Path) -> None:
     """An engine draws with weights that are not finite: the policy says so, with ticket and checkpoint, and
     the engine repeats it."""

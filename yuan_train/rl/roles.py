@@ -522,8 +522,9 @@ def joining(run: RLConfig, roles: RlPlan, plan: Plan, device: Device) -> Iterato
     explaining = explaining_memory(plan, position.rank, device)
 
     def ask_policy(signum: int, frame: object) -> None:
-        # The main thread may be at the board itself.
-        threading.Thread(target=ending.tell_stop, daemon=True).start()
+        # Whom the others may lose stays until then. The main thread may be at the board itself.
+        if 0 in position.board.members:
+            threading.Thread(target=ending.tell_stop, daemon=True).start()
 
     with (
         hearing({signal.SIGTERM: ask_policy}),
