@@ -30,6 +30,7 @@ from tests.support.supervised import (
     words,
 )
 from yuan_train.checkpoint.in_memory import run_folder
+from yuan_train.parallel.environment import holding
 
 STEPS = 30
 Curve = list[dict[str, Any]]
@@ -179,7 +180,7 @@ def test_the_same_fault_again_and_again_ends_the_run(project: Path, tmp_path: Pa
     assert "the same fault 2 times without a step in between" in entries(tmp_path)[-1].reason
 
 
-def agents_end(project: Path, folder: Path, *more: str) -> tuple[list[int], list[str]]:
+def agents_end(project: Path, folder: Path, *more: str, nodes: str = "ab") -> tuple[list[int], list[str]]:
     """Exit codes and output of agents that something else has started, one on each node; the first one holds
     the store."""
     line = ["supervise", "--cluster", project / "cluster.yaml", "--config", project / "run.yaml", *words(2)]
@@ -188,7 +189,7 @@ def agents_end(project: Path, folder: Path, *more: str) -> tuple[list[int], list
     environment = {"OMP_NUM_THREADS": "1"}
     agents = [
         start_command([*line, "--this-node", node], folder / f"stderr-{node}", environment=environment)
-        for node in ("a", "b")
+        for node in nodes
     ]
     try:
         codes, said = zip(*(agent.wait(within_seconds=SECONDS) for agent in agents), strict=True)
@@ -241,3 +242,11 @@ def test_agents_that_something_else_has_started(project: Path, tmp_path: Path) -
     codes, said = agents_end(project, tmp_path)
     assert codes == [0, 0], said
     assert [entry.event for entry in entries(tmp_path)] == ["started", "finished"]
+
+
+def test_agents_of_another_run_in_its_directory(project: Path, tmp_path: Path) -> None:
+    """The first of them is refused before it meets the others: journal and plans are the other run's."""
+    with holding(tmp_path / "log", ".supervised", "another supervise"):
+        (code,), (said,) = agents_end(project, tmp_path, nodes="a")
+    assert code == 2 and re.search("in use by another supervise: process .*Wait for its end", said), said
+    assert not list((tmp_path / "log").iterdir())

@@ -157,9 +157,6 @@ def _supervise(job: Supervised, node: str, cluster: Cluster, address: tuple[str,
     from yuan_train.supervise.agent import run_agent
     from yuan_train.supervise.room import open_store_if_here
 
-    with suppress(ConfigError):
-        # For `show` and `watch`, without which the run goes on.
-        write_text(job.folder / CLUSTER, dump(cluster))
     held = open_store_if_here(*address)
     with ExitStack() as own:
         if held is not None:
@@ -167,6 +164,9 @@ def _supervise(job: Supervised, node: str, cluster: Cluster, address: tuple[str,
             within = job.run.supervise.grace / 2
             own.enter_context(holding(job.folder, ".supervised", "another supervise", within))
             own.callback(time.sleep, LEAVE_SECONDS)
+        with suppress(ConfigError):
+            # For `show` and `watch`, without which the run goes on.
+            write_text(job.folder / CLUSTER, dump(cluster))
         return run_agent(job, node, address)
 
 
