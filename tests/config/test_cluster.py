@@ -99,6 +99,7 @@ reserved: 1 GiB => reserved: 24 GiB | device_types.MyCard.reserved: the whole me
 count: 2 => count: 0 | cluster.yaml:4: nodes[0].count: wanted greater than 0, got 0
 count: 2 => count: 999999999 | cluster.yaml:3: nodes[0]: 999999999 nodes of 4 cards; at most 1000000
 memory: 24 GiB => memory: 0 GiB | device_types.MyCard.memory: wanted greater than 0
+name: t4, => name: t4, price: 1e308, | nodes[1].price: wanted less than or equal to 1000000000
 latency: 3 us => latency: -3 us | nodes[0].link.latency: wanted greater than or equal to 0
 """)
 def test_messages(tmp_path: Path, before: str, after: str, message: str) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 
 from yuan_train.config.devices import CATALOGUE, Bytes, BytesPerSecond, DeviceType, find_card, suggest_cards
 from yuan_train.config.errors import Violation
@@ -89,7 +89,7 @@ class NodeGroup:
     for each card."""
     disk: Disk | None = None
     """For plans that put optimizer state there; None: its rates are taken to be those of `ASSUMED_DISK`."""
-    price: Annotated[float, Gt(0)] | None = None
+    price: Annotated[float, Gt(0), Le(10**9)] | None = None
     """Rent of a card for an hour, in any currency; None: that of the card's type."""
 
     @cached_property

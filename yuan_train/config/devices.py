@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from yuan_train.config.units import Unit
 
@@ -71,7 +71,7 @@ class DeviceType:
     backend: Backend = "nccl"
     """Communication backend of the card's processes. Messages between cards of different backends go over
     gloo, via host memory, and so do those of cards whose backend is gloo."""
-    slowdown: Annotated[float, Ge(1)] | None = None
+    slowdown: Annotated[float, Ge(1), Le(10**6)] | None = None
     """Only for cards simulated by a CPU process: after each computation the process waits, so that it takes
     this many times as long as the processor's time for it. From the 17th piece of a kind of work on, such as
     a round of generation, that is the median of the first 16. Other work on the machine then changes no
@@ -82,7 +82,7 @@ class DeviceType:
     with other work. None: as `slowdown` says, by which `profile` goes in any case."""
     capability: Annotated[float, Gt(0)] | None = None
     """NVIDIA's compute capability, `8.6`; None: another vendor's card, or not known."""
-    price: Annotated[float, Gt(0)] | None = None
+    price: Annotated[float, Gt(0), Le(10**9)] | None = None
     """Rent of a card for an hour, in any currency; a node's own `price` takes precedence."""
 
     @property

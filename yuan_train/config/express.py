@@ -259,7 +259,7 @@ def to_layout(pipeline: PipelinePlan) -> str:
 # Megatron-LM's layout  Ettt|tt|ttL      E embedding, t layer, L loss; t*3 for ttt
 # Yuan 2.0's blocks     3,2,2            layers of each stage, embedding and head at the ends
 
-_PART = re.compile(r"([EtL])(?:\*(\d+))?")
+_PART = re.compile(r"([EtL])(?:\*(\d{1,5}))?")  # No model has more layers.
 
 
 def to_blocks(pipeline: PipelinePlan) -> str:
@@ -284,7 +284,7 @@ def read_blocks(text: str, *, num_layers: int) -> tuple[int, ...]:
     """Layers of each stage of a Yuan 2.0 list. Raises PlanError if it is no list of numbers, or does
     not have `num_layers` layers."""
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and len(word) <= 5 for word in words):
         raise PlanError(f"blocks {text!r}: wanted numbers with commas, such as 2,3,1")
     return _checked([int(word) for word in words], f"blocks {text!r}", num_layers)
 

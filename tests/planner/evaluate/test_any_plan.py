@@ -160,6 +160,7 @@ def test_layouts_are_read_back(text):
     [
         ("Ettt|tt", "wanted one E"),
         ("Ettx|L", "not made of E, t"),
+        ("Et*99999999999|L", "not made of E, t"),
         ("Et|L", "1 layers, but the model has 7; assign every layer once"),
     ],
 )
