@@ -36,6 +36,11 @@ def test_logits(imported: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(load_file(out)["logits"][0], EXPECTED["logits"][row], rtol=0, atol=2e-5)
 
 
+def test_a_command_that_comes_next_is_quoted(tmp_path: Path, ask: Ask) -> None:
+    folder = copy_of(tmp_path / "my model")
+    assert ask("inspect", folder)["more"] == f"yuan-train import-hf '{folder}' --out CKPT"
+
+
 def test_greedy_tokens(imported: Path, ask: Ask) -> None:
     words = ["--prompt-ids", joined(EXPECTED["prompt"][0]), "--max-new-tokens", len(GREEDY)]
     assert ask("generate", "--checkpoint", imported, *words, "--temperature", 0)["new_ids"] == GREEDY

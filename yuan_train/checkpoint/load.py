@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -119,7 +120,8 @@ def whole_at(path: Path) -> Whole:
         return found
     if not (path / STATE).exists() and not (path / ".metadata").exists():
         published = "; a Hugging Face folder is read with: yuan-train import-hf {0} --out runs/{1}"
-        more = published.format(path, path.name) if (path / "config.json").is_file() else ""
+        words = map(quote, (str(path), path.name))
+        more = published.format(*words) if (path / "config.json").is_file() else ""
         raise CheckpointError(f"{path}: there is no checkpoint here (no {STATE}, no step-* inside){more}")
     return path, _state_of(path), ()
 

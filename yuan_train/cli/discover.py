@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     _write_checked(path, text)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    print(f"written: {path}; `yuan-train inspect {path}` shows what it says", file=sys.stderr)
+    shown = f"yuan-train inspect {shlex.quote(arguments.out)}"
+    print(f"written: {path}; `{shown}` shows what it says", file=sys.stderr)
     return 0
 
 

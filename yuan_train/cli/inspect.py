@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from yuan_train.config.cluster import load_cluster
@@ -127,7 +128,7 @@ def inspect_log(path: Path) -> Facts:
         "loss": run.steps.last.get("loss"),
         "step_seconds": run.step_seconds,
         "forecast_step_seconds": run.forecast_seconds,
-        "more": f"yuan-train show {path}",
+        "more": f"yuan-train show {quote(str(path))}",
     }
 
 
@@ -306,7 +307,7 @@ def inspect_published(path: Path) -> Facts:
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}),
         "bytes": sum(tensor.num_bytes for tensor in tensors),
         "tokenizer": tokenizer and tokenizer.name,
-        "more": f"yuan-train import-hf {path} --out CKPT",
+        "more": f"yuan-train import-hf {quote(str(path))} --out CKPT",
     }
 
 
@@ -320,7 +321,7 @@ def inspect_adapters(path: Path) -> Facts:
         **{key: config.get(key) for key in ("peft_type", "r", "lora_alpha", "target_modules")},
         "tensors": len(tensors),
         "bytes": sum(tensor.num_bytes for tensor in tensors),
-        "more": f"yuan-train import-hf {path} --base CKPT --out CKPT",
+        "more": f"yuan-train import-hf {quote(str(path))} --base CKPT --out CKPT",
     }
 
 

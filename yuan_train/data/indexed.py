@@ -27,6 +27,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from shlex import quote
 from typing import BinaryIO
 
 import numpy as np
@@ -424,7 +425,7 @@ def strip_suffix(prefix: str | Path) -> str:
 
 
 def _what_to_do(prefix: str) -> str:
-    advice = f"make them with: yuan-train preprocess --input TEXT --tokenizer DIR --out {prefix}"
+    advice = f"make them with: yuan-train preprocess --input TEXT --tokenizer DIR --out {quote(prefix)}"
     if Path(f"{prefix}.bin.tmp").exists():
         return f"an interrupted preprocess left {prefix}.bin.tmp; {advice}"
     folder, name = Path(prefix).parent, Path(prefix).name
