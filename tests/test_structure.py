@@ -39,7 +39,7 @@ ROOMS = {
     "models": (11, 3403),
     "objectives": (2, 196),
     "parallel": (17, 7555),  # directories that a run has for itself
-    "planner": (35, 11872),  # few cards searched again, and even splits of the whole batch
+    "planner": (35, 11880),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1730),  # cards with their state, plans over time, logs that grow
     "rl": (15, 7196),  # environments of what servers draw: a request a turn

@@ -186,6 +186,7 @@ def test_slowdown_multiplies_estimates_but_not_measurements():
         ),
         (profile(entry(layers=5)), r"entries\[0\].layers: 5 layers, the model has 6"),
         (profile(entry(), precision="bf16"), "measured in bf16, the run has train.precision fp32"),
+        (profile(entry(), model="m"), "measured with layers of .* parameters, the model's have"),
         (profile(entry(), compile=True), "measured with compiled layers, the run has train.compile false"),
     ],
 )

@@ -188,7 +188,7 @@ class CardCosts:
 def check_profile(
     profile: Profile, model: ModelConfig, *, sequence_length: int, precision: Precision, compile: bool = False
 ) -> None:
-    """Raise ConfigError if the profile says another depth, length, precision or compile than this run."""
+    """Raise ConfigError if the profile says another shape, length, precision or compile than this run."""
     if model.lora is not None:
         raise ConfigError(
             "profile: all parameters are trained where it is measured, and adapters (lora) here; plan without"
@@ -214,6 +214,14 @@ def check_profile(
             raise ConfigError(
                 f"profile: entries[{i}].layers: {len(entry.layers)} layers, the model has "
                 f"{model.num_layers}; give one for all layers, or one per layer"
+            )
+        found = entry.layer(0).state_bytes / workload.STATE_BYTES[precision].total
+        # Other tools, whose states may be others, name no model; buckets may be somewhat longer.
+        ours = profile.model is not None and entry.tensor_parallel == 1
+        if ours and not math.isclose(found, model.layer_parameters, rel_tol=0.05):
+            raise ConfigError(
+                f"profile: measured with layers of {found:,.0f} parameters, the model's have "
+                f"{model.layer_parameters:,}; measure again with this model"
             )
 
 
