@@ -203,7 +203,7 @@ def test_tokens_are_divided_by_tensor_parallel_groups(tmp_path: Path) -> None:
 def test_a_tensor_parallel_group_shares_a_backend(tmp_path: Path) -> None:
     mixed = PLAN.replace("a100-0/1, type: A100-80G", "amd-0/0, type: MI300X")
     reported = refusal(tmp_path, mixed)
-    assert "stages[0].replicas[0]: A100-80G and MI300X cards have no common backend" in reported
+    assert "stages[0].replicas[0]: A100-80G and MI300X cards have no common backend beside gloo" in reported
     apart = load(tmp_path, PLAN.replace("t4-0/0, type: T4", "amd-0/0, type: MI300X"))
     assert apart.via_host((0, 2)) and apart.via_host((2, 3)) and not apart.via_host((0, 1, 3))
     own = "device_types: {T4: {memory: 15 GiB, fp32: 8 TFLOP/s, memory_bandwidth: 320 GB/s, backend: gloo}}"

@@ -240,8 +240,8 @@ def _replica_constraints(pipeline: PipelinePlan, plan: Plan) -> Iterator[Violati
                 names = " and ".join(sorted({entry.type for entry in plan.ranks if entry.rank in replica}))
                 yield Violation(
                     ("stages", s, "replicas", i),
-                    f"{names} cards have no common backend, which a tensor-parallel group needs; "
-                    "group cards of one kind",
+                    f"{names} cards have no common backend beside gloo, which a tensor-parallel group "
+                    "needs; group cards of one kind that has one",
                 )
         lengths = {len(replica) for replica in stage.replicas}
         if len(lengths) > 1:
