@@ -29,9 +29,9 @@ MORE_PARAMETERS = {
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
     "checkpoint": (7, 3027),  # which one a run begins with, which train asked
-    "cli": (29, 7408),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "cli": (29, 7410),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6397),  # experts that a rank holds, asked of a plan
-    "data": (7, 3085),  # what is no text is named; bytes of pieces
+    "data": (7, 3086),  # what is no text is named; bytes of pieces
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.
     "hf_export": (3, 632),
     "machine": (2, 691),
@@ -39,14 +39,14 @@ ROOMS = {
     "models": (11, 3403),
     "objectives": (2, 196),
     "parallel": (17, 7555),  # directories that a run has for itself
-    "planner": (35, 11880),  # few cards searched again, and even splits of the whole batch
+    "planner": (35, 11964),  # few cards searched again, and even splits of the whole batch
     "profile": (5, 1388),
     "report": (5, 1730),  # cards with their state, plans over time, logs that grow
-    "rl": (15, 7196),  # environments of what servers draw: a request a turn
+    "rl": (15, 7209),  # environments of what servers draw: a request a turn
     "schedule": (7, 2094),  # what makes programs is a value; programs with copies, which the planner had
     "serve": (5, 1763),  # what is reset at document ends goes with the weights
     "supervise": (4, 2004),  # rounds without a meeting, seats, leases, wrong input of who comes
-    "train": (13, 6461),  # it is noted how long a rank stood still
+    "train": (13, 6468),  # it is noted how long a rank stood still
 }
 """The most files and lines of each folder: these numbers only fall. A folder in which
 something new is built has room for it; whoever is done takes back what is left."""

@@ -1,6 +1,7 @@
 """The search from problem to plan: its plans, the inputs that it refuses, its advice if nothing fits,
 reports."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.planner.by_hand import pipeline, plan_on
 from tests.support.models import tiny_model
-from tools.bench.problems import small_problem
+from tools.bench.problems import mixed_problem, small_problem
 from yuan_train.config.cluster import CardCount, Cluster, DedicatedLink, Link, NodeGroup, load_cluster
 from yuan_train.config.devices import GIB, DeviceType
 from yuan_train.config.errors import ConfigError, NoPlanFits, SearchStopped
@@ -23,6 +24,7 @@ from yuan_train.config.run import SearchConfig
 from yuan_train.planner.costs.unit_costs import make_costs
 from yuan_train.planner.costs.workload import PlanProblem
 from yuan_train.planner.evaluate.plan_cost import cost_plan
+from yuan_train.planner.native.core import NAMES, DraftTable, PipelineRow, SpaceTable, StageRow
 from yuan_train.planner.report.plan import layer_list, plan_html, plan_json, plan_table
 from yuan_train.planner.search import drafts, search
 from yuan_train.planner.search import find as find_module
@@ -651,6 +653,37 @@ def test_few_cards_are_searched_again_until_the_fastest_is_found_twice(
     assert [step for step, _ in pools.beside] == taken
     assert not pools.on_cards
     assert not pools.with_state
+
+
+def test_pipelines_of_several_drafts_are_put_together() -> None:
+    """Of all cards those that take most sequences in a second, with the whole batch between them."""
+    problem = mixed_problem("l40s-a100-a10-2080ti")
+    tables = drafts.make_tables(make_costs(problem), (1,), (1,))
+    assert tables is not None
+    pools, batch = list(map(len, tables.pools)), problem.global_batch_size
+
+    def draft(*wanted: int, schedule: str = "1f1b") -> DraftTable:
+        rows = [StageRow(width=1, num_replicas=1) for _ in wanted]
+        for row, pool in zip(rows, wanted, strict=True):
+            row.pools[0] = pool
+        lines = [PipelineRow(0, batch // len(wanted), p, 1) for p in range(len(wanted))]
+        return drafts.make_draft(NAMES.index(schedule), 1, lines, rows)
+
+    def crossed(*known: tuple[float, DraftTable]) -> list[list[tuple[int, int]]]:
+        found = drafts.cross_drafts(tables, SpaceTable(schedules=1 << NAMES.index("1f1b")), [list(known)])
+        return [
+            [(one.stages[p].pools[0], one.pipelines[p].num_micro_batches) for p in range(one.num_pipelines)]
+            for _, one in found
+        ]
+
+    slow, fast = (2.0, draft(0, 1)), (1.0, draft(2, 2))
+    assert not crossed(slow, (1.0, draft(2, 3, schedule="gpipe")))
+    fastest, *others = crossed(slow, fast)
+    assert sorted(pool for pool, _ in fastest) == [p for p in range(3) for _ in range(pools[p])]
+    for one in (fastest, *others):
+        assert sum(count for _, count in one) == batch
+        shares = [{count for pool, count in one if (pool == 2) == is_fast} for is_fast in (True, False)]
+        assert all(abs(a - 2 * b) <= 2 for a, b in itertools.product(*shares))
 
 
 def test_few_cards_are_searched_by_numbers_of_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:

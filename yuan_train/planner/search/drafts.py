@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import c_double, c_int32, c_uint8
 from dataclasses import dataclass, replace
@@ -266,8 +267,7 @@ def plan_of(tables: Tables, draft: core.DraftTable) -> Plan:
     lines: list[core.PipelineRow] = draft.pipelines[: draft.num_pipelines]
     for line in lines:
         own: list[list[tuple[Card, ...]]] = []
-        rows: list[core.StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
-        for row in rows:
+        for row in _rows(draft, line):
             pools: list[int] = row.pools[: row.num_replicas] if not row.worker else []
             groups = [tuple(itertools.islice(free[pool], row.width)) for pool in pools]
             own.append(own[row.worker - 1] if row.worker else groups)
@@ -292,8 +292,7 @@ def _stages_of(
     groups: Sequence[Sequence[tuple[Card, ...]]],
     rank_of: Mapping[Card, int],
 ) -> Iterator[StagePlan]:
-    rows: list[core.StageRow] = draft.stages[line.first_stage : line.first_stage + line.num_stages]
-    first = 0
+    rows, first = _rows(draft, line), 0
     for s, (row, replicas) in enumerate(zip(rows, groups, strict=True)):
         recomputed = row.num_recomputed
         yield StagePlan(
@@ -340,6 +339,9 @@ which steps count as equal: one search in twelve of so few cards misses it, and 
 GOING_ON, LEAST_ROUNDS, MOST_ROUNDS, LEAST_GAIN = 1 / 4, 2, 5, 1e-3
 """Part of the budget that goes on from the fastest drafts in a round, how many rounds there are, and what one
 must gain for there to be a further one."""
+NUM_CROSSED, OF_CROSSED, MOST_PARTS, MOST_CROSSED = 40, 1 / 16, 400, 24
+"""Drafts of pipelines of several others that a round begins with, and their part of the budget; how many
+pipelines are looked at, those of the fastest drafts, and how many a draft has at most."""
 PROMISING_VIRTUAL, PROMISING_BESIDE = 1.02, 0.99
 """A part of the space that few plans gain by is searched further if a short search has found a step of at
 most this multiple of the fastest one's: virtual stages, and what is preferred only if it gains much."""
@@ -428,7 +430,14 @@ def draft_of_shape(tables: Tables, shape: Shape) -> core.DraftTable | None:
     size, stages = tables.sizes.index(shape.micro_batch_size), len(shape.slots)
     count = shape.num_micro_batches
     lines = [core.PipelineRow(size, count, d * stages, stages) for d in range(shape.num_pipelines)]
-    draft = core.DraftTable(schedule=core.NAMES.index(shape.schedule), is_sharded=shape.sharded)
+    return make_draft(core.NAMES.index(shape.schedule), shape.sharded, lines, rows)
+
+
+def make_draft(
+    schedule: int, is_sharded: int, lines: Sequence[core.PipelineRow], rows: Sequence[core.StageRow]
+) -> core.DraftTable:
+    """A draft of these pipelines and stages."""
+    draft = core.DraftTable(schedule=schedule, is_sharded=is_sharded)
     draft.num_pipelines, draft.num_stages = len(lines), len(rows)
     draft.pipelines = (core.PipelineRow * len(lines))(*lines)
     draft.stages = (core.StageRow * len(rows))(*rows)
@@ -598,13 +607,88 @@ def _continued(search: _Search, space: core.SpaceTable, found: Sequence[list[_Kn
     runs = [run for run in found if run]
     for number in range(1, MOST_ROUNDS + 1 if runs else 1):
         # Those of one search are much alike.
-        firsts = _fastest([run[0] for run in runs])
-        runs.append(_annealed(search, space, GOING_ON, firsts))
-        gains = bool(runs[-1]) and runs[-1][0][0] <= firsts[0][0] * (1 - LEAST_GAIN)
+        fastest = _fastest([run[0] for run in runs])[0][0]
+        if search.tables.problem.num_cards > AGAIN_CARDS:
+            crossed = cross_drafts(search.tables, space, runs)
+            runs += search.run([(space, crossed)], OF_CROSSED, core.DEALS) if crossed else []
+        runs.append(_annealed(search, space, GOING_ON, _fastest([run[0] for run in runs if run])))
+        gains = bool(runs[-1]) and runs[-1][0][0] <= fastest * (1 - LEAST_GAIN)
         runs = [run for run in runs if run]
         if number >= LEAST_ROUNDS and not gains:
             break
     return _fastest(list(itertools.chain(*runs)))
+
+
+class _Part(NamedTuple):
+    """A pipeline of a draft."""
+
+    rate: float
+    """Sequences that it takes in a second there."""
+    draft: core.DraftTable
+    line: core.PipelineRow
+    cards: Mapping[int, int]
+    """How many of each pool."""
+
+
+def cross_drafts(tables: Tables, space: core.SpaceTable, runs: Sequence[list[_Known]]) -> list[_Known]:
+    """Drafts of the pipelines of several (crossover; Holland 1975): of each, with the fastest others that the
+    cards suffice for. Those of one draft are known."""
+    parts, made = _fast_parts(tables, space, runs), dict[float, list[_Part]]()
+    for first in parts:
+        own = _with_fastest(tables, first, parts)
+        if len({id(part.draft) for part in own}) > 1 and len(own) <= MOST_CROSSED:
+            made[sum(part.rate for part in own)] = own
+    fastest = [made[rate] for rate in sorted(made, reverse=True)[:NUM_CROSSED]]
+    drafts = [_draft_of_parts(tables, own) for own in fastest]
+    return [(0.0, draft) for draft in drafts if draft is not None]
+
+
+def _with_fastest(tables: Tables, first: _Part, parts: Sequence[_Part]) -> list[_Part]:
+    """One, and the fastest others under its schedule, again and again while cards are left."""
+    own, left = [first], [len(pool) - first.cards.get(number, 0) for number, pool in enumerate(tables.pools)]
+    for part in (part for part in parts if part.draft.schedule == first.draft.schedule):
+        while all(left[pool] >= n for pool, n in part.cards.items()):
+            own.append(part)
+            for pool, n in part.cards.items():
+                left[pool] -= n
+    return own
+
+
+def _fast_parts(tables: Tables, space: core.SpaceTable, runs: Sequence[list[_Known]]) -> list[_Part]:
+    """The pipelines of the fastest drafts, of those with equal cards the fastest one; the fastest first."""
+    found: dict[object, _Part] = {}
+    for step, draft in sorted(itertools.chain(*runs), key=lambda known: known[0]):
+        lines: list[core.PipelineRow] = draft.pipelines[: draft.num_pipelines]
+        for line in lines:
+            rows, cards = _rows(draft, line), Counter[int]()
+            for row in rows:
+                for pool in row.pools[: row.num_replicas]:
+                    cards[pool] += row.width
+            rate = line.num_micro_batches * tables.sizes[line.size] / step
+            key = (draft.schedule, line.size, frozenset(cards.items()))
+            is_own = space.schedules >> draft.schedule & 1 and not any(row.worker for row in rows)
+            if is_own and len(found) < MOST_PARTS and (key not in found or found[key].rate < rate):
+                found[key] = _Part(rate, draft, line, cards)
+    return sorted(found.values(), key=lambda part: -part.rate)
+
+
+def _rows(draft: core.DraftTable, line: core.PipelineRow) -> list[core.StageRow]:
+    """The stages of a pipeline."""
+    return draft.stages[line.first_stage : line.first_stage + line.num_stages]
+
+
+def _draft_of_parts(tables: Tables, parts: Sequence[_Part]) -> core.DraftTable | None:
+    """The batch is shared by their rates; None if it does not divide so."""
+    left, rate = tables.problem.global_batch_size, sum(part.rate for part in parts)
+    first, lines, rows = parts[0].draft, list[core.PipelineRow](), list[core.StageRow]()
+    # What is left over goes to small micro-batches.
+    for part in sorted(parts, key=lambda part: -part.line.size):
+        size = tables.sizes[part.line.size]
+        count = max(round(left * part.rate / rate / size), 1)
+        lines.append(core.PipelineRow(part.line.size, count, len(rows), part.line.num_stages))
+        rows += _rows(part.draft, part.line)
+        left, rate = left - count * size, rate - part.rate
+    return None if left else make_draft(first.schedule, first.is_sharded, lines, rows)
 
 
 def _annealed(search: _Search, space: core.SpaceTable, share: float, given: Sequence[_Known]) -> list[_Known]:
