@@ -170,7 +170,7 @@ def _other_words(answer: Answer, other: OtherPrecision) -> str:
 LEAST_GAIN = 0.001
 """Changes that gain less are as good as none."""
 
-MEASURED_CARDS, TEN_TIMES_GAIN = 54, 0.014
+MEASURED_CARDS, TEN_TIMES_GAIN = 54, 0.012
 """Cards of the largest of the random clusters of docs/benchmarks-planner.md, and the part by which ten times
 the normal effort shortened their steps in the mean."""
 
