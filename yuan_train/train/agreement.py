@@ -153,7 +153,7 @@ def check_same_job(job: Job) -> None:
     reference = Counter(digests).most_common(1)[0][0]
     source = digests.index(reference)
     shared = share_object(facts, source=source)
-    odd = _gather(differences(facts, shared) if digest != reference else None)
+    odd = _gather(compare_facts(facts, shared) if digest != reference else None)
     lines = [
         f"rank {rank} ({host}) has another job than rank {source}: {found}"
         for rank, host, found in odd[:MAX_LISTED]
@@ -606,7 +606,7 @@ def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def differences(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
+def compare_facts(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
     """How nested plain values differ from others, for people; empty: they do not."""
     here, there = flatten(mine), flatten(reference)
     # Of a run its keys are known by themselves, as on the command line.
